@@ -1,0 +1,57 @@
+"""What a forward pass must leave behind for an eviction to be judged."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from bpkv_trt.core.divergence import Divergence
+
+
+class Readout(Protocol):
+    """How a shift of one attention output moves the next-token distribution.
+
+    Iterating yields `(layer, rows)` for every compactable layer, in any order and as often as asked, with `rows`
+    [M, K or R, Hq, D] fp32, centred: `divergence` measures the shifts that these rows read.
+    """
+
+    @property
+    def divergence(self) -> Divergence: ...
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]: ...
+
+
+@dataclass(frozen=True)
+class QueryMoments:
+    """Mean and covariance of the queries of the prompt, before RoPE; for policies that require `query_moments`."""
+
+    mean: Tensor  # [L, Hq, D] fp32
+    covariance: Tensor  # [L, Hq, D, D] fp32
+    inverse_frequencies: tuple[Tensor, ...]  # per layer [D / 2], to rotate the moments to future positions
+
+
+@dataclass(frozen=True)
+class ForwardStatistics:
+    """One sequence at its scoring positions: the last M logical positions.
+
+    The first seven fields are what every host supplies (a TensorRT engine outputs exactly these); the optional ones
+    are there when the policy's `requires` asked for them.
+    """
+
+    q: Tensor  # [L, M, Hq, D] post-RoPE queries
+    context: Tensor  # [L, M, Hq, D] attention output before W_O
+    residual: Tensor  # [M, d] input of the final norm
+    topk_ids: Tensor  # [M, K] int64
+    topk_p: Tensor  # [M, K] fp32, renormalised over the top K
+    covered_mass: Tensor  # [M] fp32, what the top K hold of the full distribution
+    positions: Tensor  # [M] int64, logical
+    readout: Readout | None = None
+    received_attention: Tensor | None = None  # [L, Hkv, T] fp32, attention received from all queries, mean over group
+    query_moments: QueryMoments | None = None
+
+    def __post_init__(self) -> None:
+        m = self.positions.shape[0]
+        assert self.q.shape == self.context.shape and self.q.shape[1] == m
+        assert self.topk_ids.shape == self.topk_p.shape and self.topk_p.shape[0] == m
+        assert self.residual.shape[0] == m and self.covered_mass.shape == (m,)
