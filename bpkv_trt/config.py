@@ -1,0 +1,169 @@
+"""What a run keeps and how it chooses: one validated, immutable object."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+
+from bpkv_trt.core.budget import Budget, Scope
+from bpkv_trt.errors import ConfigError
+
+Regime = Literal["prefill", "deferred", "generation"]
+ReadoutKind = Literal["direct", "exact"]
+
+
+def _budget(value: object, info: ValidationInfo) -> Budget:
+    if isinstance(value, Budget):
+        return value
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ConfigError(f"{info.field_name} is {value!r}; a budget is written as text, such as 0.2, 512t or 64MiB.")
+    return Budget.parse(str(value), str(info.field_name))
+
+
+def _regimes(value: object) -> tuple[Regime, ...]:
+    """Accept `prefill,generation` as well as a sequence; the order of application is fixed, whatever the order given."""
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, Iterable):
+        raise ConfigError(f"regime is {value!r}; give one or more of {', '.join(get_args(Regime))}, comma-separated.")
+    given = [str(name).strip() for name in names]
+    unknown = [name for name in given if name not in get_args(Regime)]
+    if unknown or not given:
+        raise ConfigError(
+            f"regime is {value!r}, and {', '.join(map(repr, unknown)) or 'an empty list'} is not a regime; "
+            f"choose from {', '.join(get_args(Regime))}, comma-separated."
+        )
+    return tuple(regime for regime in get_args(Regime) if regime in given)
+
+
+BudgetField = Annotated[Budget, BeforeValidator(_budget), PlainSerializer(str, return_type=str)]
+Regimes = Annotated[tuple[Regime, ...], BeforeValidator(_regimes)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+class BpkvConfig(BaseModel):
+    """Options of compaction. Invalid ones raise ConfigError, with the option, its value and what is allowed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
+
+    # The published method; the others are peers to compare with.
+    policy: str = "bpkv"
+    # The budget at which the published comparisons of eviction policies separate.
+    budget: BudgetField = Budget.parse("0.2")
+    # A chain of reasoning stays within a few hundred tokens of its own past.
+    generation_budget: BudgetField = Budget.parse("512t")
+    # A long prompt is the bulk of the cache, and a long answer must not undo what its compaction freed.
+    regime: Regimes = ("prefill", "generation")
+    # Heads differ in how much they need; letting all compete keeps what matters wherever it is.
+    scope: Scope = "global"
+    # Works on every host: an engine cannot be differentiated.
+    readout: ReadoutKind = "direct"
+    # Trained models park attention on the first tokens; without them answers collapse.
+    sinks: Annotated[int, Field(ge=0)] = 4
+    # The current sentence; four times the scoring positions, so that none of them scores its own neighbours away.
+    recent: Positive = 32
+    # Few positions beat many in our measurements (3 to 16 rather than 64), and cost grows with them.
+    positions: Positive = 8
+    # 32 logits usually hold over 0.95 of the distribution; the report says how much they did.
+    top_k: Annotated[int, Field(ge=2)] = 32
+    # Random probes of `exact`: each costs a share of one backward; the estimate's spread falls as 1 / sqrt(8).
+    probes: Positive = 8
+    # An eviction that leaves a head less than 2 % of its attention is outside the first-order formula.
+    epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.02
+    # The evictions next to the boundary are the ones whose interactions change the outcome.
+    refine: Annotated[int, Field(ge=0)] = 64
+    # Scoring every 128 tokens keeps its cost under a few percent of decoding them.
+    interval: Positive = 128
+    # As many decoded tokens as scoring positions: then all of them are the model's own answer.
+    defer: Positive = 8
+    # Uniform over layers unless a file says otherwise (see `bpkv_trt.layer_table`).
+    layer_table: Path | None = None
+    # TensorRT-LLM's tokens per block; half a page is lost per head, 16 rows, little beside hundreds kept.
+    page_size: Annotated[int, Field(ge=1, le=1024)] = 32
+    # Any fixed number: two runs must agree.
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+    def __init__(self, **options: Any) -> None:
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            raise ConfigError(_paragraph(error)) from None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if {"prefill", "deferred"} <= set(self.regime):
+            raise ConfigError("regime has both prefill and deferred, but a prompt is compacted once: choose one of them.")
+        if self.recent < self.positions:
+            raise ConfigError(
+                f"recent is {self.recent} and positions is {self.positions}, but the scoring positions must lie within "
+                f"the recent window: give recent >= {self.positions}, or fewer positions."
+            )
+        if self.generation_budget.kind != "tokens":
+            raise ConfigError(
+                f"generation_budget is {self.generation_budget}, but how long an answer becomes is not known while it "
+                "is written: give tokens per head, such as 512t."
+            )
+        self._covers(self.budget, "budget", self.sinks + self.recent, "sinks + recent")
+        self._covers(self.generation_budget, "generation_budget", self.recent, "recent")
+        return self
+
+    @staticmethod
+    def _covers(budget: Budget, name: str, protected: int, what: str) -> None:
+        if budget.kind == "tokens" and budget.amount < protected:
+            raise ConfigError(
+                f"{name} is {budget}, but {protected} tokens per head are protected ({what}): give at least "
+                f"{protected}t, or protect fewer."
+            )
+
+    @property
+    def protected(self) -> int:
+        """Tokens of every head that a compaction of the prompt never evicts."""
+        return self.sinks + self.recent
+
+    def replace(self, **changes: Any) -> Self:
+        """The same configuration with some options changed, validated again."""
+        return type(self)(**{**dict(self), **changes})
+
+    @classmethod
+    def from_yaml(cls, path: Path | str, **overrides: Any) -> Self:
+        """Read options from a YAML mapping; `overrides` win over the file. Raises ConfigError."""
+        try:
+            options = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"The configuration {path} cannot be read ({error}); give a YAML file.") from None
+        except yaml.YAMLError as error:
+            problem = " ".join(str(error).split())
+            raise ConfigError(f"The configuration {path} is not valid YAML: {problem}. Correct it there.") from None
+        if not isinstance(options, dict | None):
+            raise ConfigError(f"The configuration {path} is not a mapping; write one option a line, such as budget: 0.2.")
+        try:
+            return cls(**{**{str(name): value for name, value in (options or {}).items()}, **overrides})
+        except ConfigError as error:
+            raise ConfigError(f"In the configuration {path}: {error}") from None
+
+    def to_yaml(self) -> str:
+        """YAML that `from_yaml` reads back to an equal configuration."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def _paragraph(error: ValidationError) -> str:
+    """One sentence per invalid option, in place of pydantic's listing."""
+    sentences = []
+    for problem in error.errors(include_url=False):
+        name = ".".join(map(str, problem["loc"]))
+        if problem["type"] == "extra_forbidden":
+            sentences.append(f"{name} is not an option; the options are {', '.join(BpkvConfig.model_fields)}.")
+        else:
+            rule = problem["msg"][0].lower() + problem["msg"][1:]
+            sentences.append(f"{name} is {problem['input']!r}: {rule}.")
+    return " ".join(sentences)
