@@ -23,6 +23,7 @@ class Policy(ABC):
     requires: ClassVar[frozenset[Requirement]] = frozenset()
     scopes: ClassVar[frozenset[str]] = frozenset({"head", "layer", "global"})
     regimes: ClassVar[frozenset[str]] = frozenset({"prefill", "deferred", "generation"})
+    evicts_nothing: ClassVar[bool] = False
 
     def __init__(self, config: BpkvConfig, traits: ModelTraits) -> None:
         self.config = config

@@ -1,0 +1,79 @@
+"""What compaction did to the model's predictions, by teacher forcing: the full cache beside the compacted one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bpkv_trt.runtime.engine import Engine
+from bpkv_trt.runtime.step import Chunk
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Future KL and agreement over the full cache's own greedy continuation (nats, whole vocabulary)."""
+
+    future_kl_mean: float | None  # None where no token could be compared
+    future_kl_max: float | None
+    top1_agreement: float | None
+    tokens: int
+
+
+def verify(engine: Engine, turns: Sequence[Sequence[int]], stop_tokens: frozenset[int], max_new_tokens: int) -> Verification:
+    """Feed the full cache's greedy continuation to both caches and compare their next-token distributions.
+
+    Both start from one prefill, forked before the compaction. Compared are the predictions after it: the first one of
+    a single-turn prompt comes from the prefill itself and does not count, nor do those before a deferred compaction.
+    """
+    with engine.trace.range("verify", payload=max_new_tokens):
+        compacted, full = engine.open(), None
+        try:
+            logits = engine.host.forward([engine.chunk(compacted, turns[0])])
+            full = engine.host.fork(compacted)
+            return _compare(engine, full, compacted, logits, turns[1:], stop_tokens, max_new_tokens)
+        finally:
+            engine.close(compacted)
+            if full is not None:
+                engine.host.release(full)
+
+
+def _compare(
+    engine: Engine,
+    full: int,
+    compacted: int,
+    logits: Tensor,
+    turns: Sequence[Sequence[int]],
+    stop_tokens: frozenset[int],
+    max_new_tokens: int,
+) -> Verification:
+    def feed(tokens: Sequence[int]) -> Tensor:
+        return engine.host.forward([Chunk(full, tokens), engine.chunk(compacted, tokens)])  # [2, V]
+
+    config, pairs = engine.compactor.config, list[tuple[float, bool]]()
+    engine.compactor.on_context_step_end(compacted)
+    for turn in turns:
+        logits = feed(turn)
+        engine.compactor.on_context_step_end(compacted)
+    if turns and "prefill" in config.regime:
+        pairs.append(_gap(logits))
+    token, defer = int(logits[0].argmax()), config.defer if "deferred" in config.regime else 0
+    for step in range(1, max_new_tokens):
+        if token in stop_tokens:
+            break
+        logits = feed([token])
+        if step > defer:
+            pairs.append(_gap(logits))
+        engine.compactor.on_generation_step_end(compacted)
+        token = int(logits[0].argmax())
+    if not pairs:
+        return Verification(None, None, None, 0)
+    gaps = [gap for gap, _ in pairs]
+    return Verification(sum(gaps) / len(gaps), max(gaps), sum(same for _, same in pairs) / len(pairs), len(pairs))
+
+
+def _gap(logits: Tensor) -> tuple[float, bool]:
+    """[2, V] full and compacted -> KL(full || compacted) in nats, and whether both choose the same token."""
+    full, compacted = torch.log_softmax(logits.double(), dim=-1)
+    kl = float((full.exp() * (full - compacted)).sum())
+    return kl, bool(full.argmax() == compacted.argmax())

@@ -1,0 +1,116 @@
+"""What some policies need from every token that passes, gathered while it passes; state moves with the entries."""
+
+import torch
+from torch import Tensor
+
+from bpkv_trt.core.attention import attention_weights
+from bpkv_trt.core.statistics import QueryMoments
+from bpkv_trt.core.traits import ModelTraits
+from bpkv_trt.pool.paged_kv_pool import PagedKvPool
+from bpkv_trt.pool.plan import CompactionPlan
+from bpkv_trt.runtime.attention import QUERY_BLOCK
+from bpkv_trt.runtime.step import Rope
+
+
+class ReceivedAttention:
+    """The attention every entry has received from all queries so far, mean over the group (H2O's running sum)."""
+
+    needs_rope = False
+
+    def __init__(self, pool: PagedKvPool, traits: ModelTraits, sequence: int) -> None:
+        self.pool, self.traits, self.sequence = pool, traits, sequence
+        self.sums = {(layer, head): torch.zeros(0) for layer in traits.compactable_layers for head in range(traits.kv_heads)}
+
+    def see(self, layer: int, q: Tensor, rope: Rope | None) -> None:
+        if layer in self.traits.sliding_layers:
+            return
+        view, group = self.pool.view(self.sequence), self.traits.group
+        for head in range(self.traits.kv_heads):
+            queries = q[head * group : (head + 1) * group].transpose(0, 1)  # [n, G, D]
+            received = self._received(queries, view.keys(layer, head))
+            before = self.sums[layer, head]
+            received[: before.shape[0]] += before
+            self.sums[layer, head] = received
+
+    def _received(self, queries: Tensor, k: Tensor) -> Tensor:
+        n, length = queries.shape[0], k.shape[0]
+        received = torch.zeros(length, device=k.device)
+        for start in range(0, n, QUERY_BLOCK):
+            stop = min(start + QUERY_BLOCK, n)
+            seen = length - n + stop
+            weights = attention_weights(
+                queries[start:stop], k[:seen], self.traits.attention_scale, softcap=self.traits.attention_softcap
+            )  # [G, block, seen]
+            received[:seen] += weights.mean(0).sum(0)
+        return received
+
+    def compacted(self, plan: CompactionPlan) -> None:
+        """Keep what the plan keeps, in its order."""
+        for layer, head in self.sums:
+            self.sums[layer, head] = self.sums[layer, head][torch.from_numpy(plan.kept(layer, head)).long()]
+
+    def result(self) -> Tensor:
+        """[L, Hkv, T] fp32, zero beyond a head's length and in sliding-window layers."""
+        longest = max(sums.shape[0] for sums in self.sums.values())
+        result = torch.zeros(self.traits.layers, self.traits.kv_heads, longest)
+        for (layer, head), sums in self.sums.items():
+            result[layer, head, : sums.shape[0]] = sums.cpu()
+        return result
+
+
+class QueryMomentsObserver:
+    """Mean and covariance of the queries before RoPE, over all tokens but the sinks; nothing in it belongs to an entry."""
+
+    needs_rope = True
+
+    def __init__(self, traits: ModelTraits, sinks: int) -> None:
+        self.traits, self.sinks = traits, sinks
+        heads, width = traits.query_heads, traits.head_dim
+        self.count = [0] * traits.layers
+        self.seen = [0] * traits.layers
+        self.mean = torch.zeros(traits.layers, heads, width, dtype=torch.float64)
+        self.scatter = torch.zeros(traits.layers, heads, width, width, dtype=torch.float64)
+        self.inverse_frequencies: dict[int, Tensor] = {}
+
+    def see(self, layer: int, q: Tensor, rope: Rope | None) -> None:
+        assert rope is not None
+        cos, sin = (side.double() for side in rope)  # [n, D]
+        if layer not in self.inverse_frequencies and cos.shape[0] > 1:
+            self.inverse_frequencies[layer] = _frequencies(cos, sin)
+        skip = max(0, self.sinks - self.seen[layer])
+        self.seen[layer] += q.shape[1]
+        queries = _unrotate(q.double(), cos, sin)[:, skip:]  # [Hq, n, D]
+        if queries.shape[1] == 0:
+            return
+        self._merge(layer, queries)
+
+    def _merge(self, layer: int, queries: Tensor) -> None:
+        # Chan, Golub and LeVeque's pairwise update of mean and scatter.
+        n, count = queries.shape[1], self.count[layer]
+        mean = queries.mean(1)
+        centred = queries - mean[:, None]
+        delta = mean - self.mean[layer]
+        self.scatter[layer] += centred.mT @ centred + delta[:, :, None] * delta[:, None] * (count * n / (count + n))
+        self.mean[layer] += delta * (n / (count + n))
+        self.count[layer] = count + n
+
+    def compacted(self, plan: CompactionPlan) -> None:
+        """Queries are not entries: an eviction changes nothing here."""
+
+    def result(self) -> QueryMoments:
+        count = torch.tensor(self.count, dtype=torch.float64).clamp_min(1)[:, None, None, None]
+        frequencies = tuple(self.inverse_frequencies[layer] for layer in range(self.traits.layers))
+        return QueryMoments(self.mean.float(), (self.scatter / count).float(), frequencies)
+
+
+def _unrotate(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    # Inverse of q cos + rotate_half(q) sin; the norm cos^2 + sin^2 is not 1 where RoPE scales (YaRN).
+    low, high = q.chunk(2, dim=-1)
+    return (q * cos - torch.cat([-high, low], dim=-1) * sin) / (cos.square() + sin.square())
+
+
+def _frequencies(cos: Tensor, sin: Tensor) -> Tensor:
+    # [D / 2] fp32: the angle by which one position turns each pair, below pi in every RoPE variant.
+    half = cos.shape[-1] // 2
+    c0, s0, c1, s1 = (side[row, :half] for row in (0, 1) for side in (cos, sin))
+    return torch.atan2(s1 * c0 - c1 * s0, c1 * c0 + s1 * s0).float()

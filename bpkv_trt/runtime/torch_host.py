@@ -1,0 +1,180 @@
+"""A Hugging Face causal LM that runs on the pool: its attention reads the pages, and the pool is its only cache."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from bpkv_trt.core.traits import ModelTraits
+from bpkv_trt.errors import NumericalError
+from bpkv_trt.models.loading import LoadedModel
+from bpkv_trt.models.modules import decoder_layers, final_norm_module
+from bpkv_trt.models.weights import ModelWeights
+from bpkv_trt.pool.paged_kv_pool import PagedKvPool
+from bpkv_trt.runtime.step import ATTENTION_NAME, AppendStep, Chunk, ReplayStep, Step, paged_attention
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What the last M tokens leave behind when they are run again over the cache."""
+
+    tokens: tuple[int, ...]
+    positions: Tensor  # [M] int64, logical
+    q: Tensor  # [L, M, Hq, D]
+    context: Tensor  # [L, M, Hq, D]
+    residual: Tensor  # [M, d]
+    logits: Tensor  # [M, V]
+    layer_calls: tuple["LayerCall", ...]
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """How the model called one decoder layer, so that the layer can be run again by itself."""
+
+    hidden: Tensor  # [1, M, d]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class TorchHost:
+    """Runs one model over many sequences of one pool; packed batches, no padding, no cache of its own."""
+
+    def __init__(self, loaded: LoadedModel, pool: PagedKvPool) -> None:
+        self.model = loaded.model
+        self.traits: ModelTraits = loaded.traits
+        self.weights = ModelWeights(loaded.model)
+        self.pool = pool
+        self.tokens: dict[int, list[int]] = {}
+        self.model.set_attn_implementation(ATTENTION_NAME)
+
+    @property
+    def device(self) -> torch.device:
+        return self.pool.keys.device
+
+    def admit(self) -> int:
+        """Open an empty sequence; returns its handle."""
+        sequence = self.pool.admit()
+        self.tokens[sequence] = []
+        return sequence
+
+    def fork(self, sequence: int) -> int:
+        """Copy a sequence, its rows and its tokens; raises PoolExhausted with nothing changed."""
+        copy = self.pool.fork(sequence)
+        self.tokens[copy] = list(self.tokens[sequence])
+        return copy
+
+    def release(self, sequence: int) -> None:
+        """Close a sequence and give its pages back."""
+        del self.tokens[sequence]
+        self.pool.release(sequence)
+
+    @torch.no_grad()
+    def forward(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Append the chunks' tokens to their sequences and return the next-token logits [B, V] fp32.
+
+        Pages for the whole batch are taken before anything runs: PoolExhausted leaves every sequence as it was.
+        Raises NumericalError where a logit is NaN or Inf.
+        """
+        starts = [self.pool.logical_length(chunk.sequence) for chunk in chunks]
+        self.pool.extend_all([(chunk.sequence, len(chunk.tokens)) for chunk in chunks])
+        for chunk in chunks:
+            self.tokens[chunk.sequence].extend(chunk.tokens)
+        positions = [
+            torch.arange(start, start + len(chunk.tokens)) for start, chunk in zip(starts, chunks, strict=True)
+        ]
+        last = torch.tensor([len(chunk.tokens) for chunk in chunks]).cumsum(0) - 1
+        step = AppendStep(self.pool, self.traits, chunks)
+        needs_rope = any(observer.needs_rope for chunk in chunks for observer in chunk.observers)
+        with _rope_kept(self.model, step) if needs_rope else nullcontext():
+            logits = self._run(step, [token for chunk in chunks for token in chunk.tokens], torch.cat(positions), last)
+        self._drop_outside_window([chunk.sequence for chunk in chunks])
+        return _finite(logits)
+
+    @torch.no_grad()
+    def replay(self, sequence: int, count: int, evicted: Tensor | None = None) -> Replay:
+        """Run the last `count` tokens again, each on its own path, all other K and V frozen; the pool is only read.
+
+        evicted: [L, Hkv, T] bool, rows hidden from attention: the truth that an estimate of their eviction is held to.
+        """
+        step = ReplayStep(self.pool, self.traits, sequence, evicted)
+        tokens = self.tokens[sequence][-count:]
+        length = self.pool.logical_length(sequence)
+        positions = torch.arange(length - count, length)
+        residuals: list[Tensor] = []
+        calls: list[LayerCall] = []
+
+        def keep_residual(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            residuals.append(args[0][0])
+
+        def keep_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls.append(LayerCall(args[0], args[1:], kwargs))
+
+        with _watched([final_norm_module(self.model)], keep_residual), _watched(decoder_layers(self.model), keep_call):
+            logits = self._run(step, tokens, positions, torch.arange(count))
+        layers = range(self.traits.layers)
+        return Replay(
+            tokens=tuple(tokens),
+            positions=positions,
+            q=torch.stack([step.queries[layer] for layer in layers]),
+            context=torch.stack([step.contexts[layer] for layer in layers]),
+            residual=residuals[0],
+            logits=_finite(logits),
+            layer_calls=tuple(calls),
+        )
+
+    def _run(self, step: Step, tokens: Sequence[int], positions: Tensor, keep: Tensor) -> Tensor:
+        output = self.model(
+            input_ids=torch.tensor([tokens], device=self.device),
+            position_ids=positions[None].to(self.device),
+            use_cache=False,
+            logits_to_keep=keep.to(self.device),
+            bpkv_step=step,
+        )
+        return output.logits[0].float()  # type: ignore[no-any-return]
+
+    def _drop_outside_window(self, sequences: Iterable[int]) -> None:
+        if self.traits.sliding_window is None:
+            return
+        for sequence in sequences:
+            lengths = self.pool.lengths(sequence)
+            for layer in self.traits.sliding_layers:
+                beyond = int(lengths[layer, 0]) - self.traits.sliding_window - self.window_slack
+                if beyond > 0:
+                    self.pool.drop_front(sequence, layer, beyond)
+
+    window_slack = 64  # rows kept beyond the window, so that the scoring positions can be replayed
+
+
+@contextmanager
+def _watched(modules: Iterable[nn.Module], hook: Callable[..., None]) -> Iterator[None]:
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _rope_kept(model: nn.Module, step: AppendStep) -> AbstractContextManager[None]:
+    """Keep each layer's cos and sin in the step as the layer receives them."""
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cos, sin = kwargs["position_embeddings"]
+        step.rope[int(module.layer_idx)] = cos[0], sin[0]  # type: ignore[arg-type]
+
+    return _watched([layer.self_attn for layer in decoder_layers(model)], keep)
+
+
+def _finite(logits: Tensor) -> Tensor:
+    if not bool(torch.isfinite(logits).all()):
+        raise NumericalError(
+            "The model's logits contain NaN or Inf, so no token can be chosen and no eviction judged. "
+            "The weights may be damaged, or the dtype too narrow for this model: try --dtype float32."
+        )
+    return logits

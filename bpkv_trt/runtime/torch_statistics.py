@@ -1,0 +1,71 @@
+"""Forward statistics of a model on the torch host."""
+
+import torch
+
+from bpkv_trt.config import BpkvConfig
+from bpkv_trt.core.readout import DirectReadout
+from bpkv_trt.core.statistics import ForwardStatistics, Readout
+from bpkv_trt.core.topk import topk_distribution
+from bpkv_trt.policies.base import Policy, Requirement
+from bpkv_trt.pool.plan import CompactionPlan
+from bpkv_trt.profiling import Trace
+from bpkv_trt.runtime.exact_readout import ExactReadout
+from bpkv_trt.runtime.observers import QueryMomentsObserver, ReceivedAttention
+from bpkv_trt.runtime.step import Observer
+from bpkv_trt.runtime.torch_host import Replay, TorchHost
+
+
+class TorchStatistics:
+    """What the torch host can tell a policy: a replay of the scoring positions, and what observers saw go by."""
+
+    offers: frozenset[Requirement] = frozenset({"last_queries", "received_attention", "query_moments", "readout"})
+
+    def __init__(self, host: TorchHost, config: BpkvConfig, requires: frozenset[Requirement]) -> None:
+        self.host, self.config, self.requires = host, config, requires
+        self.received: dict[int, ReceivedAttention] = {}
+        self.moments: dict[int, QueryMomentsObserver] = {}
+
+    def open(self, sequence: int) -> None:
+        """Start observing what the policy requires of a new sequence."""
+        if "received_attention" in self.requires:
+            self.received[sequence] = ReceivedAttention(self.host.pool, self.host.traits, sequence)
+        if "query_moments" in self.requires:
+            self.moments[sequence] = QueryMomentsObserver(self.host.traits, self.config.sinks)
+
+    def observers(self, sequence: int) -> list[Observer]:
+        """The observers that every chunk of the sequence must pass."""
+        return [seen[sequence] for seen in (self.received, self.moments) if sequence in seen]
+
+    def close(self, sequence: int) -> None:
+        """Forget a sequence."""
+        self.received.pop(sequence, None)
+        self.moments.pop(sequence, None)
+
+    def compacted(self, sequence: int, plan: CompactionPlan) -> None:
+        """Move what belongs to entries."""
+        for observer in self.observers(sequence):
+            observer.compacted(plan)
+
+    def collect(self, sequence: int, positions: int, trace: Trace) -> ForwardStatistics:
+        """Statistics at the last `positions` logical positions; raises NumericalError where a logit is NaN or Inf."""
+        with trace.range("readout", payload=positions):
+            replay = self.host.replay(sequence, positions)
+            ids, p, covered = topk_distribution(replay.logits, self.config.top_k, self.host.traits.vocabulary)
+            received, moments = self.received.get(sequence), self.moments.get(sequence)
+            return ForwardStatistics(
+                q=replay.q,
+                context=replay.context,
+                residual=replay.residual,
+                topk_ids=ids,
+                topk_p=p,
+                covered_mass=covered,
+                positions=replay.positions,
+                readout=self._readout(sequence, replay, ids, p) if "readout" in self.requires else None,
+                received_attention=None if received is None else received.result(),
+                query_moments=None if moments is None else moments.result(),
+            )
+
+    def _readout(self, sequence: int, replay: Replay, ids: torch.Tensor, p: torch.Tensor) -> Readout:
+        if self.config.readout == "exact":
+            return ExactReadout(self.host, sequence, replay, ids, p, self.config.probes, self.config.seed)
+        return DirectReadout(replay.residual, replay.context, ids, p, self.host.traits, self.host.weights)
