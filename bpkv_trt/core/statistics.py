@@ -49,6 +49,7 @@ class ForwardStatistics:
     readout: Readout | None = None
     received_attention: Tensor | None = None  # [L, Hkv, T] fp32, attention received from all queries, mean over group
     query_moments: QueryMoments | None = None
+    sink_logits: Tensor | None = None  # [L, Hq] where the model has a learned logit in each softmax's denominator
 
     def __post_init__(self) -> None:
         m = self.positions.shape[0]

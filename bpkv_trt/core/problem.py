@@ -1,0 +1,20 @@
+"""What a selection is made from."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bpkv_trt.core.budget import Quota
+from bpkv_trt.core.divergence import Divergence
+from bpkv_trt.core.evidence import HeadSource
+
+
+@dataclass(frozen=True)
+class SelectionProblem:
+    """Entries [L, Hkv, T] that compete, how many must go, and the means to judge a mask of them."""
+
+    scores: Tensor  # [L, Hkv, T] fp32
+    eligible: Tensor  # [L, Hkv, T] bool
+    quota: Quota
+    source: HeadSource
+    divergence: Divergence
