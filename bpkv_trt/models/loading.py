@@ -1,0 +1,106 @@
+"""Loading a model by the name a user types."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from bpkv_trt.core.traits import ModelTraits
+from bpkv_trt.errors import ModelError
+from bpkv_trt.models.catalogue import CATALOGUE, packaged_model
+from bpkv_trt.models.checkpoint_cache import cached_checkpoint
+from bpkv_trt.models.dequantise import progress_only_on_a_terminal
+from bpkv_trt.models.families import family_of
+from bpkv_trt.models.gguf_file import GgufFile
+from bpkv_trt.models.prompt_encoder import PromptEncoder
+from bpkv_trt.models.traits_of import traits_of
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready for inference (eval mode, no gradients), with all that depends on its checkpoint."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    traits: ModelTraits
+    encoder: PromptEncoder
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether raw text is begun with the BOS token."""
+        return self.encoder.adds_bos
+
+
+def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
+    """Load `smollm2`, `gemma3-270m`, a Hugging Face directory, a GGUF file, or a model id of the hub.
+
+    `dtype` is float32, bfloat16 or float16. ModelError says in one paragraph why a model cannot be loaded: a missing
+    package, a damaged or incomplete checkpoint, an architecture that is not covered.
+    """
+    if dtype not in DTYPES:
+        raise ModelError(f"Unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
+    source = _source(name)
+    config = _parsed(name, "configuration", lambda: AutoConfig.from_pretrained(source))
+    family = family_of(config)
+    tokenizer = _parsed(name, "tokenizer", lambda: AutoTokenizer.from_pretrained(source))
+    model = _weights(name, source, DTYPES[dtype])
+    model.to(torch.device(device))
+    traits = traits_of(model, vocabulary=max(tokenizer.get_vocab().values()) + 1)
+    return LoadedModel(name, model, tokenizer, traits, PromptEncoder(tokenizer, always_bos=family.always_bos))
+
+
+def _source(name: str) -> str:
+    """What from_pretrained takes: a directory, or a model id of the hub."""
+    path = Path(name).expanduser()
+    if name in CATALOGUE:
+        return str(cached_checkpoint(packaged_model(name)))
+    if path.is_file():
+        return str(cached_checkpoint(GgufFile(path.name, (path,))))
+    return str(path) if path.is_dir() else name
+
+
+def _parsed(name: str, what: str, read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except ModelError:
+        raise
+    except Exception as error:  # damaged files fail in many ways inside transformers, safetensors and tokenizers
+        detail = " ".join(str(error).split())
+        raise ModelError(
+            f"The {what} of {name!r} cannot be loaded ({type(error).__name__}: {detail:.300}). {_next_step(name)}"
+        ) from error
+
+
+def _next_step(name: str) -> str:
+    if Path(name).expanduser().is_dir():
+        return "Check that the directory is a complete Hugging Face model (config.json, tokenizer files, weights)."
+    return (
+        f"{name!r} is no file or directory here and none of {', '.join(CATALOGUE)}, so it was looked up as a model id "
+        "of the Hugging Face hub: check the spelling, the network (or the hub's local cache), and access rights."
+    )
+
+
+def _weights(name: str, source: str, dtype: torch.dtype) -> PreTrainedModel:
+    with progress_only_on_a_terminal():
+        model, report = _parsed(
+            name,
+            "weights",
+            lambda: AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True),
+        )
+    absent = sorted(map(str, report["missing_keys"]))
+    if absent:  # transformers fills them with random numbers and goes on
+        raise ModelError(
+            f"The checkpoint {name!r} lacks {len(absent)} of the model's weights, first {absent[0]}; a model with random "
+            "weights in their place would only seem to work. Fetch the complete checkpoint."
+        )
+    for parameter_name, parameter in model.named_parameters():
+        if not torch.isfinite(torch.stack(torch.aminmax(parameter))).all():
+            raise ModelError(f"The weights of {name!r} are damaged: {parameter_name} holds NaN or Inf. Fetch them again.")
+    loaded: PreTrainedModel = model.eval().requires_grad_(False)
+    return loaded

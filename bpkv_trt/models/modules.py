@@ -1,0 +1,36 @@
+"""Where the parts of a supported model are: the one place that knows transformers' module names."""
+
+from typing import cast
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers, in order."""
+    return cast(nn.ModuleList, model.get_submodule("model.layers"))
+
+
+def attention_module(layer: nn.Module) -> nn.Module:
+    """The self-attention of a decoder layer."""
+    return layer.get_submodule("self_attn")
+
+
+def output_projection_module(layer: nn.Module) -> nn.Linear:
+    """W_O of a decoder layer."""
+    return cast(nn.Linear, layer.get_submodule("self_attn.o_proj"))
+
+
+def final_norm_module(model: PreTrainedModel) -> nn.Module:
+    """The norm between the last residual and the output head."""
+    return model.get_submodule("model.norm")
+
+
+def rotary(model: PreTrainedModel) -> nn.Module:
+    """The rotary embedding, shared by all layers (Gemma 3 keeps two sets of frequencies in it)."""
+    return model.get_submodule("model.rotary_emb")
+
+
+def output_head(model: PreTrainedModel) -> nn.Linear:
+    """The output head; its weight is the embedding's where they are tied."""
+    return cast(nn.Linear, model.get_output_embeddings())
