@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import (
@@ -32,7 +32,7 @@ def _budget(value: object, info: ValidationInfo) -> Budget:
 
 
 def _regimes(value: object) -> tuple[Regime, ...]:
-    """Accept `prefill,generation` as well as a sequence; the order of application is fixed, whatever the order given."""
+    """Accept `prefill,generation` as well as a sequence; the order of application does not depend on it."""
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, Iterable):
         raise ConfigError(f"regime is {value!r}; give one or more of {', '.join(get_args(Regime))}, comma-separated.")
@@ -74,7 +74,7 @@ class BpkvConfig(BaseModel):
     recent: Positive = 32
     # Few positions beat many in our measurements (3 to 16 rather than 64), and cost grows with them.
     positions: Positive = 8
-    # 32 logits usually hold over 0.95 of the distribution; the report says how much they did.
+    # As many logits as the cost model of the readout assumes; every event reports the mass they cover.
     top_k: Annotated[int, Field(ge=2)] = 32
     # Random probes of `exact`: each costs a share of one backward; the estimate's spread falls as 1 / sqrt(8).
     probes: Positive = 8
@@ -82,7 +82,7 @@ class BpkvConfig(BaseModel):
     epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.02
     # The evictions next to the boundary are the ones whose interactions change the outcome.
     refine: Annotated[int, Field(ge=0)] = 64
-    # Scoring every 128 tokens keeps its cost under a few percent of decoding them.
+    # Rare enough for scoring to be small beside decoding the tokens between.
     interval: Positive = 128
     # As many decoded tokens as scoring positions: then all of them are the model's own answer.
     defer: Positive = 8
@@ -100,9 +100,9 @@ class BpkvConfig(BaseModel):
             raise ConfigError(_paragraph(error)) from None
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _consistent(self) -> "BpkvConfig":
         if {"prefill", "deferred"} <= set(self.regime):
-            raise ConfigError("regime has both prefill and deferred, but a prompt is compacted once: choose one of them.")
+            raise ConfigError("regime has prefill and deferred, but a prompt is compacted once: choose one of them.")
         if self.recent < self.positions:
             raise ConfigError(
                 f"recent is {self.recent} and positions is {self.positions}, but the scoring positions must lie within "
@@ -130,12 +130,12 @@ class BpkvConfig(BaseModel):
         """Tokens of every head that a compaction of the prompt never evicts."""
         return self.sinks + self.recent
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: Any) -> "BpkvConfig":
         """The same configuration with some options changed, validated again."""
-        return type(self)(**{**dict(self), **changes})
+        return BpkvConfig(**{**dict(self), **changes})
 
     @classmethod
-    def from_yaml(cls, path: Path | str, **overrides: Any) -> Self:
+    def from_yaml(cls, path: Path | str, **overrides: Any) -> "BpkvConfig":
         """Read options from a YAML mapping; `overrides` win over the file. Raises ConfigError."""
         try:
             options = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -145,7 +145,7 @@ class BpkvConfig(BaseModel):
             problem = " ".join(str(error).split())
             raise ConfigError(f"The configuration {path} is not valid YAML: {problem}. Correct it there.") from None
         if not isinstance(options, dict | None):
-            raise ConfigError(f"The configuration {path} is not a mapping; write one option a line, such as budget: 0.2.")
+            raise ConfigError(f"The configuration {path} is not a mapping; write lines such as budget: 0.2.")
         try:
             return cls(**{**{str(name): value for name, value in (options or {}).items()}, **overrides})
         except ConfigError as error:
@@ -153,7 +153,7 @@ class BpkvConfig(BaseModel):
 
     def to_yaml(self) -> str:
         """YAML that `from_yaml` reads back to an equal configuration."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return str(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False))
 
 
 def _paragraph(error: ValidationError) -> str:

@@ -62,7 +62,8 @@ class Budget:
             return cls("tokens", number, text)
         fraction = number.scaleb(-2) if unit == "%" else number
         if fraction > 1:
-            hint = f"did you mean {text}t (tokens per head)? Otherwise " if unit is None and number == int(number) else ""
+            bare = unit is None and number == int(number)
+            hint = f"did you mean {text}t (tokens per head)? Otherwise " if bare else ""
             raise ConfigError(f"{what} is {text!r}, a fraction above 1: {hint}give {GRAMMAR}.")
         return cls("fraction", fraction, text)
 
@@ -142,12 +143,15 @@ def allocate(total: int, weights: Sequence[float], floor: int, cap: int) -> list
     def shares(level: Fraction) -> list[Fraction]:
         return [min(max(level * weight, Fraction(floor)), Fraction(cap)) for weight in exact]
 
+    def filled(level: Fraction) -> Fraction:
+        return sum(shares(level), Fraction())
+
     bends = sorted({Fraction(bound) / weight for weight in exact for bound in (floor, cap)})
-    above = bisect_left(bends, total, key=lambda level: sum(shares(level)))
+    above = bisect_left(bends, Fraction(total), key=filled)
     level = bends[above]
-    if above and (surplus := sum(shares(level)) - total):
+    if surplus := filled(level) - total:
         below = bends[above - 1]  # between two bends the sum is linear in the level
-        level -= surplus * (level - below) / (sum(shares(level)) - sum(shares(below)))
+        level -= surplus * (level - below) / (filled(level) - filled(below))
     kept = [int(share) for share in shares(level)]
     remainders = [share - whole for share, whole in zip(shares(level), kept, strict=True)]
     for index in sorted(range(len(kept)), key=lambda i: -remainders[i])[: total - sum(kept)]:
