@@ -4,6 +4,8 @@ from transformers import PreTrainedTokenizerBase
 
 from bpkv_trt.errors import InputError
 
+ANSWER = "[[answer]]"  # stands for the assistant's answer when a template is taken apart
+
 
 class PromptEncoder:
     """Text to token ids: through the chat template where the tokenizer has one, with one BOS at most.
@@ -34,6 +36,25 @@ class PromptEncoder:
         if not self.has_chat_template:
             return self.encode_raw(content)
         return self._encode(self._render([{"role": "user", "content": content}]))
+
+    def encode_continuation(self, text: str) -> list[int]:
+        """Ids that ask a further question of a sequence that `encode_chat` or `encode_raw` began.
+
+        With a chat template the sequence stands inside the assistant's turn (after the generation prompt, or after an
+        answer whose end token was not fed): that turn is closed, `text` becomes the next user turn, and the ids end
+        where the assistant begins to answer. Without one, `text` is simply what comes next.
+        """
+        if not self.has_chat_template:
+            return self._encode(text)
+        turns = [("user", "?"), ("assistant", ANSWER), ("user", text)]
+        rendered = self._render([{"role": role, "content": content} for role, content in turns])
+        _, found, rest = rendered.partition(ANSWER)
+        if not found:
+            raise InputError(
+                "The model's chat template does not show earlier answers, so a further question cannot be asked of the "
+                "same sequence. Use --question instead of --question-after, or --raw."
+            )
+        return self._encode(rest)
 
     def _render(self, turns: list[dict[str, str]]) -> str:
         rendered = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
