@@ -42,7 +42,7 @@ class LayerTable:
             raise ConfigError(f"The layer table {path} does not hold positive finite weights; {_FORMAT}.")
         return cls(tuple(map(float, weights)))
 
-    def for_layers(self, layers: int) -> tuple[float, ...]:
+    def weights_for(self, layers: int) -> tuple[float, ...]:
         """The weights, for a model of so many layers; raises ConfigError where the count differs."""
         if len(self.weights) != layers:
             raise ConfigError(

@@ -2,13 +2,13 @@
 
 import json
 import logging
-import os
 import shutil
 from importlib.metadata import version
 from pathlib import Path
 
 from filelock import FileLock
 
+from bpkv_trt.cache import cache_root
 from bpkv_trt.errors import ModelError
 from bpkv_trt.models.dequantise import dequantise
 from bpkv_trt.models.gguf_file import GgufFile, sha256_of
@@ -17,14 +17,6 @@ FORMAT = 1  # raise when what is written changes; older folders are then ignored
 MANIFEST = "bpkv_manifest.json"
 
 log = logging.getLogger("bpkv_trt.models")
-
-
-def cache_root() -> Path:
-    """`$BPKV_CACHE_DIR`, else `bpkv-trt` under `$XDG_CACHE_HOME` or `~/.cache`."""
-    chosen = os.environ.get("BPKV_CACHE_DIR")
-    if chosen:
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "bpkv-trt"
 
 
 def cached_checkpoint(checkpoint: GgufFile) -> Path:

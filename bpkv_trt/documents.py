@@ -1,0 +1,106 @@
+"""JSON documents that runs leave behind: what they were made with, and how they reach the disk whole or not at all."""
+
+import json
+import os
+import platform
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from bpkv_trt import __version__
+from bpkv_trt.config import BpkvConfig
+from bpkv_trt.errors import InputError
+
+SCHEMA_VERSION = 1  # raised when a key changes its meaning or goes away
+_LIBRARIES = ("torch", "transformers", "numpy", "safetensors", "triton", "tensorrt", "tensorrt_llm")
+
+
+def document(config: BpkvConfig, body: dict[str, Any]) -> dict[str, Any]:
+    """`body` with the schema version, resolved configuration, library versions and machine before it."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "config": config.model_dump(mode="json"),
+        "versions": library_versions(),
+        "machine": machine(),
+        **body,
+    }
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of Python, this package and the installed libraries that results may depend on."""
+    versions = {"python": platform.python_version(), "bpkv_trt": __version__}
+    for name in _LIBRARIES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def machine() -> dict[str, Any]:
+    """The machine that timings belong to; threads and GPU as torch uses them, where torch is installed."""
+    facts: dict[str, Any] = {
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": None,
+        "gpu": None,
+    }
+    try:
+        import torch
+    except ImportError:
+        return facts
+    facts["threads"] = torch.get_num_threads()
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine()
+
+
+def check_destination(path: Path) -> None:
+    """Refuse, before any work is done, a path that a document could not be written to; raises InputError."""
+    if path.is_dir():
+        raise InputError(f"The output {path} is a directory; give the name of a file to write in it.")
+    if not path.parent.is_dir():
+        raise InputError(f"The directory {path.parent} for the output {path.name} does not exist; create it first.")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"The directory {path.parent} cannot be written to; choose another one for {path.name}.")
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a document; a reader sees the old file or the whole new one. NaN and infinities become null."""
+    text = json.dumps(_finite(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    temporary = None
+    try:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
+            temporary = Path(file.name)
+            file.write(text)
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)  # a temporary file is private, a document is as the user's other files
+        temporary.replace(path)
+    except OSError as error:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        raise InputError(f"The output {path} cannot be written ({error.strerror}); free space or choose another.") from None
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float():
+            return value if abs(value) < float("inf") else None
+        case dict():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+    return value
