@@ -1,0 +1,47 @@
+"""What a policy sees of a sequence."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bpkv_trt.pool.rows import LayerRows
+
+
+class RowStore(Protocol):
+    """A pool that a view can read."""
+
+    def heads(self, sequence: int, layer: int) -> LayerRows: ...
+
+    def positions(self, sequence: int, layer: int, head: int) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class SequenceView:
+    """One sequence as it is now: lengths are a snapshot, rows are read from the pool. Drop it when the pool changes."""
+
+    sequence: int
+    lengths: NDArray[np.int32]  # [L, Hkv] rows held
+    logical_length: int  # tokens seen
+    page_size: int
+    store: RowStore
+
+    def keys(self, layer: int, head: int) -> Tensor:
+        """[n, D] keys of one head: a view when its pages are one run, else that one head gathered."""
+        return self._rows(layer, head).joined(head)[0]
+
+    def values(self, layer: int, head: int) -> Tensor:
+        """[n, D] values of one head, as `keys`."""
+        return self._rows(layer, head).joined(head)[1]
+
+    def positions(self, layer: int, head: int) -> Tensor:
+        """[n] int32 logical positions of one head's rows, ascending."""
+        return self.store.positions(self.sequence, layer, head)
+
+    def _rows(self, layer: int, head: int) -> LayerRows:
+        rows = self.store.heads(self.sequence, layer)
+        assert rows.lengths[head] == self.lengths[layer, head], "the sequence changed under this view"
+        return rows
+
