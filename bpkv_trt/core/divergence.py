@@ -11,7 +11,10 @@ OVERFLOW_LIMIT = 60.0  # e^60 is far from fp32's largest number and a KL of that
 
 
 class Divergence(Protocol):
-    """KL, averaged over the scoring positions, of a shift read out as [..., M, K or R]; all fp32, all >= 0 but increments."""
+    """KL, averaged over the scoring positions, of a shift read out as [..., M, C], C = K or R; fp32.
+
+    Nothing but an increment is negative.
+    """
 
     def of(self, shift: Tensor) -> Tensor:
         """[..., M, C] -> [...]: the divergence that this shift of the full distribution causes."""
@@ -39,14 +42,20 @@ class TopKDivergence:
         return self._log_mean_exp(self.p, self.log_p, self._centred(self.p, shift)).mean(-1)
 
     def increment(self, base: Tensor, shift: Tensor) -> Tensor:
-        log_tilted = torch.log_softmax(self.log_p + base, dim=-1)
-        tilted = log_tilted.exp()
+        """log sum p' e^shift - sum p shift, for p' ~ p e^base and the shift centred under p'."""
+        tilt = self._tilt(base)
+        tilted = self.p * tilt.exp()
         centred = self._centred(tilted, shift)
-        drift = torch.einsum("...mk,mk->...m", centred, self.p)
-        return (self._log_mean_exp(tilted, log_tilted, centred) - drift).mean(-1)
+        linear = torch.einsum("...mk,mk->...m", centred, self.p * tilt.expm1())  # (p' - p) . shift, not by subtraction
+        return (self._log_mean_exp(tilted, self.log_p + tilt, centred) + linear).mean(-1)
 
     def gradient(self, base: Tensor) -> Tensor:
-        return (torch.softmax(self.log_p + base, dim=-1) - self.p) / self.p.shape[0]
+        return self.p * self._tilt(base).expm1() / self.p.shape[0]
+
+    def _tilt(self, base: Tensor) -> Tensor:
+        # log(p' / p) [M, K] for p' ~ p e^base
+        centred = self._centred(self.p, base)
+        return centred - self._log_mean_exp(self.p, self.log_p, centred).unsqueeze(-1)
 
     @staticmethod
     def _centred(p: Tensor, shift: Tensor) -> Tensor:

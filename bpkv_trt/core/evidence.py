@@ -53,7 +53,8 @@ class EvidenceSource:
     def rows(self) -> Iterator[tuple[int, Tensor]]:
         assert self.statistics.readout is not None, "the host was not asked for a readout"
         for layer, rows in self.statistics.readout:
-            yield layer, rows.unflatten(2, (self.traits.kv_heads, self.traits.group))
+            positions, width, _, size = rows.shape
+            yield layer, rows.view(positions, width, self.traits.kv_heads, self.traits.group, size)
 
 
 @torch.no_grad()

@@ -103,7 +103,7 @@ class DirectReadout:
             output = self.context[layer].float().flatten(1) @ projection.T  # [M, d]
             output = output if bias is None else output + bias.float()
             rows = norm_adjoint(rows, output, norm[0].float(), norm[1])
-        return (rows @ projection).unflatten(-1, (self.traits.query_heads, self.traits.head_dim))
+        return (rows @ projection).view(*rows.shape[:2], self.traits.query_heads, self.traits.head_dim)
 
 
 def fisher_probes(p: Tensor, probes: int, generator: torch.Generator) -> Tensor:
