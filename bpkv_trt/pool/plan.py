@@ -60,6 +60,11 @@ class CompactionPlan:
         """[L, Hkv] rows kept."""
         return np.diff(self.offsets).reshape(self.lengths.shape)
 
+    def kept(self, layer: int, head: int) -> NDArray[np.int32]:
+        """[n] rows kept of one head, ascending."""
+        index = layer * self.lengths.shape[1] + head
+        return self.rows[self.offsets[index] : self.offsets[index + 1]]
+
     def validate(self, lengths: NDArray[np.int32], logical_length: int) -> None:
         """Raise StalePlan unless the plan fits a sequence in this state and keeps a row of every head that has one."""
         if logical_length != self.logical_length or not np.array_equal(lengths, self.lengths):

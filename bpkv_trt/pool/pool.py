@@ -1,5 +1,6 @@
 """The paged KV pool: every page belongs to one (sequence, layer, KV head), so every emptied page is really freed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,6 +48,8 @@ class PagedKvPool:
         self.layers, self.kv_heads, self.head_dim = layers, kv_heads, head_dim
         self.pages, self.page_size, self.poison = pages, page_size, poison
         self._storage = RowStorage(pages, page_size, head_dim, dtype, device)
+        self.keys, self.values = self._storage.keys, self._storage.values  # [pages, page_size, D]
+        self.row_positions = self._storage.positions  # [pages, page_size] int32, logical; -1 where nothing was written
         self._allocator = PageAllocator(pages)
         self._table = PageTable(layers, kv_heads, page_size)
         self._placements: dict[int, _Placement] = {}
@@ -90,18 +93,16 @@ class PagedKvPool:
 
         The new rows are undefined until `write`. PoolExhausted leaves everything as it was.
         """
-        slot = self._table.slots[sequence]
-        lengths = self._table.lengths[slot]
-        needed = self._pages_for(lengths + count) - self._pages_for(lengths)  # [L, Hkv]
-        total = int(needed.sum())
-        if total:
-            self._require(total, f"{count} more tokens of a sequence")
-            self._allocate(sequence, needed)
-        first = self.logical_length(sequence)
-        self._table.lengths[slot] += count
-        self._table.logical[slot] += count
-        tail = self._placements[sequence].tail = self._storage.index(self._table.last_rows(slot, count))
-        self._storage.position_rows[tail] = torch.arange(first, first + count, dtype=torch.int32, device=tail.device)
+        self.extend_all([(sequence, count)])
+
+    def extend_all(self, growth: Sequence[tuple[int, int]]) -> None:
+        """Extend several different sequences, each by its own count: all of them or, with PoolExhausted, none."""
+        needed = {sequence: self._pages_to_grow(sequence, count) for sequence, count in growth}
+        assert len(needed) == len(growth), "a sequence is extended twice"
+        total = sum(int(pages.sum()) for pages in needed.values())
+        self._require(total, f"{sum(count for _, count in growth)} more tokens")
+        for sequence, count in growth:
+            self._extend(sequence, count, needed[sequence])
 
     def write(self, sequence: int, layer: int, k: Tensor, v: Tensor) -> None:
         """Store keys and values [Hkv, n, D], of the pool's type, as the last n rows of a layer."""
@@ -146,7 +147,7 @@ class PagedKvPool:
         entries, held = self.entries_of(plan.sequence), self.bytes_of(plan.sequence)
         self._storage.move(*map(self._storage.index, self._table.moves(slot, plan.offsets, plan.rows)))
         self._set_lengths(slot, plan.counts)
-        freed = self._table.truncate(slot, self._pages_for(plan.counts))
+        freed = self._table.truncate(slot, self._page_counts(plan.counts))
         self._free(freed)
         if self.poison:
             self._storage.poison(self._table.unused_rows(slot))
@@ -195,21 +196,6 @@ class PagedKvPool:
         return np.array(self._table.pages[slot, :, :, : self._table.page_counts(slot).max()])
 
     @property
-    def keys(self) -> Tensor:
-        """[pages, page_size, D] the keys themselves, for kernels."""
-        return self._storage.keys
-
-    @property
-    def values(self) -> Tensor:
-        """[pages, page_size, D] the values themselves, for kernels."""
-        return self._storage.values
-
-    @property
-    def row_positions(self) -> Tensor:
-        """[pages, page_size] int32 logical position of every row; -1 where none was ever written."""
-        return self._storage.positions
-
-    @property
     def sequences(self) -> tuple[int, ...]:
         """Handles of the sequences held."""
         return tuple(self._table.slots)
@@ -229,6 +215,14 @@ class PagedKvPool:
         """Bytes of keys and values in one page."""
         return self._storage.page_bytes
 
+    def pages_for(self, rows: int) -> int:
+        """Pages that an uncompacted sequence of so many rows owns, over all layers and KV heads."""
+        return self.layers * self.kv_heads * -(-rows // self.page_size)
+
+    def pages_to_grow(self, sequence: int, count: int) -> int:
+        """Pages that `extend(sequence, count)` would take."""
+        return int(self._pages_to_grow(sequence, count).sum())
+
     def bytes_of(self, sequence: int) -> int:
         """Bytes of the pages a sequence owns."""
         return self._table.owned(self._table.slots[sequence]).size * self.page_bytes
@@ -243,8 +237,21 @@ class PagedKvPool:
 
     # Within
 
-    def _pages_for(self, rows: NDArray[np.int32] | NDArray[np.int64]) -> NDArray[np.int64]:
+    def _page_counts(self, rows: NDArray[np.int32] | NDArray[np.int64]) -> NDArray[np.int64]:
         return -(-rows.astype(np.int64) // self.page_size)
+
+    def _pages_to_grow(self, sequence: int, count: int) -> NDArray[np.int64]:
+        lengths = self._table.lengths[self._table.slots[sequence]]
+        return self._page_counts(lengths + count) - self._page_counts(lengths)  # [L, Hkv]
+
+    def _extend(self, sequence: int, count: int, needed: NDArray[np.int64]) -> None:
+        slot, first = self._table.slots[sequence], self.logical_length(sequence)
+        if needed.any():
+            self._allocate(sequence, needed)
+        self._table.lengths[slot] += count
+        self._table.logical[slot] += count
+        tail = self._placements[sequence].tail = self._storage.index(self._table.last_rows(slot, count))
+        self._storage.position_rows[tail] = torch.arange(first, first + count, dtype=torch.int32, device=tail.device)
 
     def _require(self, needed: int, purpose: str) -> None:
         if needed > self.free_pages:

@@ -53,7 +53,7 @@ class LayerRows:
             remaining -= capacity
         return views
 
-    def joined(self, head: int) -> KeyValue:
+    def head(self, head: int) -> KeyValue:
         """(k, v) [n, D] of one head: views when its pages are one run, else gathered."""
         runs = self.runs(head) or [(self.keys[:0], self.values[:0])]
         return runs[0] if len(runs) == 1 else (torch.cat([k for k, _ in runs]), torch.cat([v for _, v in runs]))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -30,15 +31,23 @@ class SequenceView:
 
     def keys(self, layer: int, head: int) -> Tensor:
         """[n, D] keys of one head: a view when its pages are one run, else that one head gathered."""
-        return self._rows(layer, head).joined(head)[0]
+        return self._rows(layer, head).head(head)[0]
 
     def values(self, layer: int, head: int) -> Tensor:
         """[n, D] values of one head, as `keys`."""
-        return self._rows(layer, head).joined(head)[1]
+        return self._rows(layer, head).head(head)[1]
 
     def positions(self, layer: int, head: int) -> Tensor:
         """[n] int32 logical positions of one head's rows, ascending."""
         return self.store.positions(self.sequence, layer, head)
+
+    def position_table(self) -> Tensor:
+        """[L, Hkv, T] int32 logical positions, T the longest length; -1 beyond a head's end."""
+        layers, heads = self.lengths.shape
+        table = torch.full((layers, heads, int(self.lengths.max())), -1, dtype=torch.int32)
+        for layer, head in np.ndindex(layers, heads):
+            table[layer, head, : self.lengths[layer, head]] = self.positions(layer, head)
+        return table
 
     def _rows(self, layer: int, head: int) -> LayerRows:
         rows = self.store.heads(self.sequence, layer)
