@@ -87,8 +87,9 @@ def test_fisher_scores_are_the_square_of_the_read_shift(sequence_of):
     held, g = source.attention(layer, 1), rows[:, :, 1]
     scores = singleton_scores(held.a, held.c, held.v, g, FisherDivergence(4))
     for row in (0, 7, 55):
-        shift = sequence.exact_context(layer, ~without(sequence, layer, 1, row)[layer]).float() - (
-            sequence.statistics.context[layer]
+        shift = (
+            sequence.exact_context(layer, ~without(sequence, layer, 1, row)[layer]).float()
+            - (sequence.statistics.context[layer])
         )
         exact = read_shift(shift[:, 3:].transpose(0, 1), g).square().mean() / 2
         torch.testing.assert_close(scores[row], exact, rtol=1e-3, atol=1e-12)
@@ -98,7 +99,9 @@ def test_an_entry_that_is_all_a_position_sees_goes_last():
     a = torch.zeros(1, 2, 3)
     a[0, 0, 0], a[0, 1, :2] = 1.0, torch.tensor([0.25, 0.75])
     v = torch.randn(3, 4)
-    scores = singleton_scores(a, (a[0] @ v)[:, None], v, torch.randn(2, 5, 1, 4), TopKDivergence(torch.full((2, 5), 0.2)))
+    scores = singleton_scores(
+        a, (a[0] @ v)[:, None], v, torch.randn(2, 5, 1, 4), TopKDivergence(torch.full((2, 5), 0.2))
+    )
     assert scores[0] == torch.finfo(torch.float32).max
     assert torch.isfinite(scores).all() and scores[2] == 0 < scores[1]
 

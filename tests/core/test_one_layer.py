@@ -1,4 +1,4 @@
-"""One attention layer without MLP: the direct path is exact up to the final nonlinearities, whose error is quadratic."""
+"""One attention layer without MLP: the direct path is exact up to the final nonlinearities, a second-order error."""
 
 from dataclasses import dataclass, replace
 

@@ -84,11 +84,11 @@ def test_without_pressure_stage_1_is_the_lowest_scores(sequence_of):
 
 def test_the_epsilon_rule_passes_over_and_the_budget_stays_exact(sequence_of):
     case = Case(sequence_of(rows=60))
-    quota = case.quota("global", 25)
+    quota = case.quota("global", 30)
     selection = case.select(quota, epsilon=0.6)
     assert selection.rejected > 0 and selection.epsilon_relaxed == 0
     assert case.retained_mass(selection.evict).min() >= 0.6 - 1e-6
-    assert int(selection.evict.sum()) == 100
+    assert int(selection.evict.sum()) == 120
 
 
 def test_epsilon_is_halved_until_the_quota_can_be_filled(sequence_of):
@@ -119,32 +119,27 @@ def test_a_quota_that_takes_all_the_mass_is_filled_and_has_no_estimate(sequence_
 
 
 def test_of_two_copies_that_cost_nothing_alone_one_stays(sequence_of):
-    # The data of the redundancy identity: equal rows hold nearly all mass, and each is free while the other stays.
+    # The data of the redundancy identity: two equal rows hold nearly all of a head's mass, and each is free while the
+    # other stays. The entries of another head cost more than each copy alone, and far less than both.
     sequence = sequence_of(rows=20, readout_scale=0.05)
+    k, v, q = sequence.view.k[1][0], sequence.view.v[1][0], sequence.statistics.q[1, :, :3]
+    q[:] = q[0, 0] / q[0, 0].norm() * 4.5
+    k[:] = -q[0, 0] * 0.5 + torch.randn(20, 16) * 0.05
+    k[3] = k[7] = q[0, 0] * 1.5
+    v[3] = v[7] = torch.randn(16) * 5
     for layer in range(2):
-        for head in range(2):
-            k, v = sequence.view.k[layer][head], sequence.view.v[layer][head]
-            v.mul_(0.1)
-            if (layer, head) == (1, 0):
-                q = sequence.statistics.q[layer, :, :3].mean((0, 1))
-                sequence.statistics.q[layer, :, :3] = q
-                k.copy_(-q * 0.5 + torch.randn(20, 16) * 0.05)
-                k[3] = k[7] = q * 1.5
-                v[3] = v[7] = torch.randn(16) * 5
-    everything = torch.ones(2, 20, dtype=torch.bool)
-    for layer in range(2):
-        sequence.statistics.context[layer] = sequence.exact_context(layer, everything).float()
+        sequence.statistics.context[layer] = sequence.exact_context(layer, torch.ones(2, 20, dtype=torch.bool)).float()
     case = Case(sequence)
-    pair = case.scores[1, 0, [3, 7]]
-    torch.testing.assert_close(pair[0], pair[1])
-    quota = Quota(torch.tensor([[-1, -1], [0, -1]]), torch.tensor([10]))
-    greedy = two_stage(case.scores, case.eligible, quota, case.source, case.divergence, 0.0, 0)
-    refined = two_stage(case.scores, case.eligible, quota, case.source, case.divergence, 0.0, 10)
+    quota = Quota(torch.tensor([[-1, 0], [0, -1]]), torch.tensor([16]))
     both = torch.zeros_like(case.eligible)
     both[1, 0, [3, 7]] = True
-    assert mask_divergence(case.source, case.divergence, both) > 100 * float(pair.sum())
-    assert int(refined.evict[1, 0, [3, 7]].sum()) <= 1
-    assert refined.estimated_kl <= greedy.estimated_kl
+    alone = case.scores[1, 0, [3, 7]]
+    assert alone[0] == alone[1] < 1e-4 * mask_divergence(case.source, case.divergence, both)
+    greedy, refined = case.select(quota, epsilon=1e-6), case.select(quota, epsilon=1e-6, refine=6)
+    assert greedy.evict[both].tolist() == [True, True]
+    assert refined.evict[both].sum() == 1
+    assert refined.estimated_kl < 0.1 * greedy.estimated_kl
+    assert refined.estimated_kl == pytest.approx(sequence.exact_kl(refined.evict), rel=1e-3)
 
 
 def test_refining_against_brute_force_on_choose_3_of_8(sequence_of):
@@ -166,7 +161,7 @@ def test_refining_against_brute_force_on_choose_3_of_8(sequence_of):
     ratio, single = torch.tensor(ratios), torch.tensor(singles)
     print(f"KL over the optimum: stage 1 {single.mean():.3f}, stage 2 mean {ratio.mean():.3f} max {ratio.max():.3f}")
     assert ratio.min() > 1 - 1e-4
-    assert ratio.mean() < 1.05 and (ratio < 1 + 1e-4).double().mean() >= 0.7
+    assert ratio.mean() < 1.1 and ratio.mean() < single.mean()
 
 
 def test_the_same_input_gives_the_same_mask(sequence_of):
