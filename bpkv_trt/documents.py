@@ -92,7 +92,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     except OSError as error:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
-        raise InputError(f"The output {path} cannot be written ({error.strerror}); free space or choose another.") from None
+        reason = error.strerror or error
+        raise InputError(f"The output {path} cannot be written ({reason}); free space or move it.") from None
 
 
 def _finite(value: Any) -> Any:

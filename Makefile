@@ -1,0 +1,30 @@
+# make demo: the main job on a real long text with a real model. make test: everything that is checked.
+# Both make their own Python environment first, once (build_scripts/environment.py).
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+export PYTHONPATH := $(CURDIR)
+
+# Recursive on purpose: evaluated by the recipes that need an environment, and by no others.
+ENV_PYTHON = $(or $(shell $(PYTHON) build_scripts/environment.py),$(error no Python environment))
+
+.PHONY: demo test lint environment clean
+
+demo:
+	@set -e; python="$(ENV_PYTHON)"; mkdir -p out; \
+	$$python build_scripts/demo_prompt.py > out/demo_prompt.txt; \
+	$$python -m bpkv_trt generate --model smollm2 --prompt-file out/demo_prompt.txt \
+	  --question "What does the with statement do?" --budget 0.2 --verify --json out/demo.json
+
+test: lint
+	@"$(ENV_PYTHON)" -m pytest $(PYTEST_ARGS)
+
+lint:
+	@set -e; python="$(ENV_PYTHON)"; $$python -m ruff check .; $$python -m mypy
+
+environment:
+	@echo "$(ENV_PYTHON)"
+
+clean:
+	rm -rf out dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
