@@ -64,7 +64,8 @@ def rebuild_tokenizer(metadata: GgufMetadata) -> Any:
         return None if index is None else tokens[index]
 
     bos = token("bos")
-    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", by_score):
+    begins_with_bos = by_score or metadata.get("tokenizer.ggml.pre") == "llama-bpe"  # llama.cpp's defaults
+    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", begins_with_bos):
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
         )
@@ -89,6 +90,8 @@ def _byte_level_bpe(metadata: GgufMetadata, tokens: list[str]) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges")]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=rule == "llama-bpe"))
+    if rule == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = SPLITTERS[rule]()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -101,7 +104,7 @@ def _merges_by_score(metadata: GgufMetadata, tokens: list[str]) -> Tokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
     ranked: list[tuple[float, int, int, tuple[str, str]]] = []
     for index, token in enumerate(tokens):
-        if kinds[index] == CONTROL:
+        if kinds[index] in (CONTROL, USER_DEFINED):
             continue
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]

@@ -17,6 +17,7 @@ from bpkv_trt.models.families import family_of
 from bpkv_trt.models.gguf_file import GgufFile
 from bpkv_trt.models.prompt_encoder import PromptEncoder
 from bpkv_trt.models.traits_of import traits_of
+from bpkv_trt.models.weight_check import check_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -93,14 +94,6 @@ def _weights(name: str, source: str, dtype: torch.dtype) -> PreTrainedModel:
             "weights",
             lambda: AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True),
         )
-    absent = sorted(map(str, report["missing_keys"]))
-    if absent:  # transformers fills them with random numbers and goes on
-        raise ModelError(
-            f"The checkpoint {name!r} lacks {len(absent)} of the model's weights, first {absent[0]}; a model with random "
-            "weights in their place would only seem to work. Fetch the complete checkpoint."
-        )
-    for parameter_name, parameter in model.named_parameters():
-        if not torch.isfinite(torch.stack(torch.aminmax(parameter))).all():
-            raise ModelError(f"The weights of {name!r} are damaged: {parameter_name} holds NaN or Inf. Fetch them again.")
+    check_weights(model, report, name)
     loaded: PreTrainedModel = model.eval().requires_grad_(False)
     return loaded
