@@ -44,12 +44,15 @@ _CONFIG_OPTIONS = {
 
 
 class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)  # a new option must not change what an old script means
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; `{self.prog} --help` lists the options.")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="bpkv", description="Behavior-preserving KV-cache compression.", allow_abbrev=False)
+    parser = _Parser(prog="bpkv", description="Behavior-preserving KV-cache compression.")
     parser.add_argument("--version", action="version", version=f"bpkv {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands.add_parser("generate", help="run a long prompt, compact its cache, generate"))
@@ -111,7 +114,7 @@ def _generate(options: argparse.Namespace) -> None:
         verify=options.verify,
     )
     try:
-        from bpkv_trt.runtime.generate import run_generate  # torch and transformers are loaded here, not before
+        from bpkv_trt.generate import run_generate  # torch and transformers are loaded here, not before
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "bpkv_trt":
             raise

@@ -73,8 +73,12 @@ def check_destination(path: Path) -> None:
         raise InputError(f"The output {path} is a directory; give the name of a file to write in it.")
     if not path.parent.is_dir():
         raise InputError(f"The directory {path.parent} for the output {path.name} does not exist; create it first.")
-    if not os.access(path.parent, os.W_OK):
-        raise InputError(f"The directory {path.parent} cannot be written to; choose another one for {path.name}.")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()  # asking for permission answers wrongly for root
+    except OSError as error:
+        raise InputError(
+            f"The directory {path.parent} cannot be written to ({error.strerror}); choose another one for {path.name}."
+        ) from None
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -1,0 +1,146 @@
+"""Bad input that needs no model: exit 2, one paragraph, no traceback, nothing written."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bpkv_trt.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def prompt(tmp_path: Path) -> Path:
+    path = tmp_path / "prompt.txt"
+    path.write_text("A prompt.")
+    return path
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The paragraph that a command line is refused with."""
+    assert main([str(argument) for argument in arguments]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("bpkv: ") and output.err.endswith("\n") and output.err.count("\n") == 1
+    assert "Traceback" not in output.err
+    return output.err
+
+
+def generate(capsys: pytest.CaptureFixture[str], prompt: Path, *arguments: object) -> str:
+    return refusal(capsys, "generate", "--model", "smollm2", "--prompt-file", prompt, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["COMMAND", "bpkv --help"]),
+        (["generat"], ["generat", "generate"]),
+        (["generate"], ["--model", "--prompt-file", "bpkv generate --help"]),
+        (["generate", "--model", "m", "--prompt-file", "f", "--budgett", "1"], ["--budgett"]),
+        (["generate", "--model", "m", "--prompt-file", "f", "--budg", "1"], ["--budg"]),
+        (["generate", "--model", "m", "--prompt-file", "f", "--dtype", "int3"], ["--dtype", "float32"]),
+        (["generate", "--model", "m", "--prompt-file", "f", "--max-new-tokens", "x"], ["--max-new-tokens", "'x'"]),
+        (["doctor", "--json"], ["--json"]),
+    ],
+)
+def test_usage(capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]) -> None:
+    message = refusal(capsys, *arguments)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is empty"),
+        (b" \n\t\n", "is empty"),
+        (b"\xef\xbb\xbf", "is empty"),
+        (b"\x7fELF\x00\x01", "is binary"),
+        (b"caf\xe9", "is not UTF-8 (byte 3 is 0xe9)"),
+        (b"\xff\xfeh\x00i\x00", "is binary"),
+    ],
+)
+def test_prompt_files_that_are_not_text(
+    capsys: pytest.CaptureFixture[str], prompt: Path, content: bytes, words: str
+) -> None:
+    prompt.write_bytes(content)
+    message = generate(capsys, prompt)
+    assert str(prompt) in message and words in message
+
+
+def test_prompt_files_that_are_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "does not exist" in generate(capsys, tmp_path / "absent.txt")
+    assert "is a directory" in generate(capsys, tmp_path)
+    assert "cannot be read" in generate(capsys, tmp_path / ("x" * 300))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--budget", "0", "budget is '0'"),
+        ("--budget", "1.5", "a fraction above 1"),
+        ("--budget", "-0.2", "budget is '-0.2'"),
+        ("--budget", "nan", "not a budget"),
+        ("--budget", "lots", "not a budget"),
+        ("--budget", "35t", "36 tokens per head are protected"),
+        ("--generation-budget", "20%", "tokens per head"),
+        ("--regime", "prefill,later", "choose from prefill, deferred, generation"),
+        ("--scope", "model", "'head', 'layer' or 'global'"),
+        ("--readout", "both", "'direct' or 'exact'"),
+        ("--sinks", "four", "sinks is 'four'"),
+        ("--recent", "7", "recent >= 8"),
+        ("--epsilon", "nan", "finite"),
+        ("--memory-limit", "4", "--memory-limit is '4'"),
+        ("--config", "absent.yaml", "absent.yaml cannot be read"),
+        ("--layer-table", "absent.json", "absent.json cannot be read"),
+    ],
+)
+def test_options(capsys: pytest.CaptureFixture[str], prompt: Path, option: str, value: str, words: str) -> None:
+    destination = prompt.with_name("out.json")
+    assert words in generate(capsys, prompt, f"{option}={value}", "--json", destination)
+    assert [file.name for file in prompt.parent.iterdir()] == ["prompt.txt"], "nothing was written"
+
+
+def test_a_mistake_in_a_configuration_file_is_told_with_its_name(
+    capsys: pytest.CaptureFixture[str], prompt: Path
+) -> None:
+    config = prompt.with_name("bpkv.yaml")
+    config.write_text("budget: 2\n")
+    assert f"{config}: budget is '2'" in generate(capsys, prompt, "--config", config)
+
+
+def test_output_that_could_not_be_written_is_refused_before_the_run(
+    capsys: pytest.CaptureFixture[str], prompt: Path
+) -> None:
+    absent = prompt.with_name("absent")
+    assert f"{absent} for the output" in generate(capsys, prompt, "--json", absent / "out.json")
+    assert "is a directory" in generate(capsys, prompt, "--json", prompt.parent)
+    assert "does not exist" in refusal(capsys, "doctor", "--json", absent / "out.json")
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a directory that even root cannot write to")
+def test_output_in_a_protected_directory_is_refused(capsys: pytest.CaptureFixture[str], prompt: Path) -> None:
+    assert "/proc/self cannot be written to" in generate(capsys, prompt, "--json", "/proc/self/out.json")
+
+
+def test_the_real_command_exits_with_2_and_one_paragraph(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bpkv_trt", "generate", "--model", "smollm2", "--prompt-file", "absent.txt"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "bpkv: The prompt file absent.txt does not exist; check the path given to --prompt-file.\n"
+    )
+
+
+def test_an_interrupt_is_no_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, prompt: Path
+) -> None:
+    def interrupted(path: Path) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bpkv_trt.cli.read_prompt", interrupted)
+    assert main(["generate", "--model", "m", "--prompt-file", str(prompt)]) == 130
+    assert capsys.readouterr().err == "bpkv: interrupted; nothing was written.\n"

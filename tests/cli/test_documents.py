@@ -1,0 +1,43 @@
+"""Documents reach the disk whole or not at all, and say what they were made with."""
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from bpkv_trt import __version__
+from bpkv_trt.config import BpkvConfig
+from bpkv_trt.documents import document, write_json
+from bpkv_trt.errors import InputError
+
+
+def test_a_document_names_configuration_versions_and_machine(tmp_path: Path) -> None:
+    config = BpkvConfig(budget="20%", regime="deferred")
+    write_json(tmp_path / "out.json", document(config, {"text": "é\u2028", "kl": float("nan"), "rows": (1, [2.5])}))
+    read = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert read["schema_version"] == 1
+    assert BpkvConfig(**read["config"]) == config
+    assert read["versions"]["bpkv_trt"] == __version__ and read["versions"]["python"]
+    assert read["machine"]["cores"] >= 1 and read["machine"]["processor"]
+    assert (read["text"], read["kl"], read["rows"]) == ("é\u2028", None, [1, [2.5]])
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE((tmp_path / "out.json").stat().st_mode) == 0o666 & ~mask
+
+
+def test_a_failed_write_leaves_the_old_document_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.json"
+    write_json(path, {"run": 1})
+
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(InputError, match="No space left"):
+        write_json(path, {"run": 2})
+    assert [file.name for file in tmp_path.iterdir()] == ["out.json"]
+    assert json.loads(path.read_text()) == {"run": 1}
