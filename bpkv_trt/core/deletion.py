@@ -62,9 +62,11 @@ def retained(attention: HeadAttention, evict: Tensor) -> Retained:
     query head and position. Where nothing stays (mass 0) the shift is not finite: test the mass first.
     """
     centre = attention.v.mean(0)
-    context = attention.c.transpose(0, 1) - centre  # [G, M, D]
-    mu, rho = _moments(attention, evict, centre)
-    kept_mass, kept_sum = _moments(attention, ~evict, centre)
+    context, values = attention.c.transpose(0, 1) - centre, attention.v - centre  # [G, M, D], [T, D]
+    gone = attention.a * evict
+    stay = attention.a - gone  # each weight whole, in one of the two
+    mu, kept_mass = gone.sum(-1), stay.sum(-1)
+    rho, kept_sum = gone @ values, stay @ values
     if attention.sink_mass is not None:
         kept_mass = kept_mass + attention.sink_mass
         kept_sum = kept_sum - attention.sink_mass.unsqueeze(-1) * centre  # the sink's value is 0
@@ -73,11 +75,6 @@ def retained(attention: HeadAttention, evict: Tensor) -> Retained:
     by_removed = (mu.unsqueeze(-1) * context - rho) / mass.unsqueeze(-1)
     by_kept = kept_sum / mass.unsqueeze(-1) - context
     return Retained(mass, torch.where(little.unsqueeze(-1), by_removed, by_kept))
-
-
-def _moments(attention: HeadAttention, rows: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
-    a = attention.a[:, :, rows]
-    return a.sum(-1), a @ (attention.v[rows] - centre)  # [G, M], [G, M, D]
 
 
 def read_shift(shift: Tensor, g: Tensor) -> Tensor:

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bpkv_trt.core.attention import attention_weights
@@ -11,7 +13,20 @@ from bpkv_trt.core.deletion import HeadAttention, read_shift, retained, singleto
 from bpkv_trt.core.divergence import Divergence
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.core.traits import ModelTraits
-from bpkv_trt.pool.view import SequenceView
+
+
+class HeldRows(Protocol):
+    """The rows of one sequence, as a pool's `SequenceView` shows them; the core knows no pool."""
+
+    @property
+    def lengths(self) -> NDArray[np.int32]:
+        """[L, Hkv] rows held."""
+
+    def keys(self, layer: int, head: int) -> Tensor:
+        """[n, D] keys of one head."""
+
+    def values(self, layer: int, head: int) -> Tensor:
+        """[n, D] values of one head."""
 
 
 class HeadSource(Protocol):
@@ -27,7 +42,7 @@ class HeadSource(Protocol):
 class EvidenceSource:
     """The heads of one sequence, from its forward statistics and the rows in the pool."""
 
-    def __init__(self, statistics: ForwardStatistics, view: SequenceView, traits: ModelTraits) -> None:
+    def __init__(self, statistics: ForwardStatistics, view: HeldRows, traits: ModelTraits) -> None:
         assert traits.sink_logits == (statistics.sink_logits is not None), "the statistics contradict the traits"
         self.statistics = statistics
         self.view = view
@@ -58,7 +73,7 @@ class EvidenceSource:
 
 
 @torch.no_grad()
-def score_entries(statistics: ForwardStatistics, view: SequenceView, traits: ModelTraits) -> Tensor:
+def score_entries(statistics: ForwardStatistics, view: HeldRows, traits: ModelTraits) -> Tensor:
     """Singleton scores of a sequence's entries, [L, Hkv, T] fp32 with T the longest physical length.
 
     Rows beyond a head's length and layers outside the budget hold 0. NaN and Inf of the model come through.
