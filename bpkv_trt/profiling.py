@@ -13,7 +13,7 @@ except ImportError:  # no wheel for this platform: ranges are only traced in pro
 else:
     _domain = get_domain("bpkv")
 
-RangeName = Literal["prefill", "readout", "score", "select", "compact", "decode", "verify"]
+RangeName = Literal["load", "prefill", "readout", "score", "select", "compact", "decode", "verify"]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What compaction did to the model's predictions, by teacher forcing: the full cache beside the compacted one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,18 +20,24 @@ class Verification:
     tokens: int
 
 
-def verify(engine: Engine, turns: Sequence[Sequence[int]], stop_tokens: frozenset[int], max_new_tokens: int) -> Verification:
+def verify(
+    engine: Engine,
+    turns: Sequence[Sequence[int]],
+    stop_tokens: frozenset[int],
+    max_new_tokens: int,
+    on_step: Callable[[], None] = lambda: None,
+) -> Verification:
     """Feed the full cache's greedy continuation to both caches and compare their next-token distributions.
 
     Both start from one prefill, forked before the compaction. Compared are the predictions after it: the first one of
     a single-turn prompt comes from the prefill itself and does not count, nor do those before a deferred compaction.
     """
     with engine.trace.range("verify", payload=max_new_tokens):
-        compacted, full = engine.open(), None
+        compacted, full = engine.open(sum(map(len, turns)) + max_new_tokens), None
         try:
             logits = engine.host.forward([engine.chunk(compacted, turns[0])])
             full = engine.host.fork(compacted)
-            return _compare(engine, full, compacted, logits, turns[1:], stop_tokens, max_new_tokens)
+            return _compare(engine, full, compacted, logits, turns[1:], stop_tokens, max_new_tokens, on_step)
         finally:
             engine.close(compacted)
             if full is not None:
@@ -46,6 +52,7 @@ def _compare(
     turns: Sequence[Sequence[int]],
     stop_tokens: frozenset[int],
     max_new_tokens: int,
+    on_step: Callable[[], None],
 ) -> Verification:
     def feed(tokens: Sequence[int]) -> Tensor:
         return engine.host.forward([Chunk(full, tokens), engine.chunk(compacted, tokens)])  # [2, V]
@@ -66,6 +73,7 @@ def _compare(
             pairs.append(_gap(logits))
         engine.compactor.on_generation_step_end(compacted)
         token = int(logits[0].argmax())
+        on_step()
     if not pairs:
         return Verification(None, None, None, 0)
     gaps = [gap for gap, _ in pairs]

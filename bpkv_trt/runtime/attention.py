@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bpkv_trt.core.traits import ModelTraits
-from bpkv_trt.pool.paged_kv_pool import LayerRows
+from bpkv_trt.pool.rows import LayerRows
 
 QUERY_BLOCK = 256  # queries whose mask or weights exist at once, so that memory stays linear in the cached tokens
 
@@ -39,7 +39,7 @@ def attend(q: Tensor, rows: LayerRows, terms: AttentionTerms) -> Tensor:
     """
     if rows.uniform is not None:
         return _attend_heads(q, *rows.uniform, terms)
-    group = q.shape[0] // rows.kv_heads
+    group = q.shape[0] // len(rows.lengths)
     return torch.cat(
         [
             _attend_heads(
@@ -47,7 +47,7 @@ def attend(q: Tensor, rows: LayerRows, terms: AttentionTerms) -> Tensor:
                 *(side[None] for side in rows.head(head)),
                 _of_head(terms, slice(head * group, (head + 1) * group)),
             )
-            for head in range(rows.kv_heads)
+            for head in range(len(rows.lengths))
         ]
     )
 
@@ -120,9 +120,9 @@ def attend_frozen(
     """
     if rows.uniform is not None:
         return _attend_frozen_heads(q, k, v, *rows.uniform, terms, evicted)
-    group = q.shape[0] // rows.kv_heads
+    group = q.shape[0] // len(rows.lengths)
     heads = []
-    for head in range(rows.kv_heads):
+    for head in range(len(rows.lengths)):
         cached_k, cached_v = (side[None] for side in rows.head(head))
         mine = slice(head * group, (head + 1) * group)
         one = slice(head, head + 1)

@@ -13,7 +13,7 @@ from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.core.traits import ModelTraits
 from bpkv_trt.errors import ConfigError
 from bpkv_trt.policies.base import Policy, Requirement
-from bpkv_trt.pool.paged_kv_pool import PagedKvPool
+from bpkv_trt.pool.pool import PagedKvPool
 from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.pool.view import SequenceView
 from bpkv_trt.profiling import Trace
@@ -126,14 +126,22 @@ class Compactor:
         request = self.requests[sequence]
         self.requests[copy] = _Request(request.prompt_length, request.generated, request.prompt_settled)
 
-    def _compact_prompt(self, sequence: int, request: _Request, regime: Regime, positions: int) -> CompactionEvent | None:
+    def resolve_prompt(self, tokens: int) -> ResolvedBudget:
+        """What the budget means for a prompt of so many tokens; raises ConfigError where it cannot be honoured."""
+        return self._resolve(self.config.budget, tokens, self.config.protected)
+
+    def size_of(self, sequence: int) -> tuple[int, int]:
+        """Entries that the budget counts, and bytes of all the pages that the sequence owns."""
+        lengths = self.pool.lengths(sequence)[list(self.traits.compactable_layers)]
+        return int(lengths.sum()), self.pool.bytes_of(sequence)
+
+    def _compact_prompt(self, sequence: int, request: _Request, regime: Regime, positions: int) -> CompactionEvent:
         request.prompt_settled = True
-        length = self.pool.logical_length(sequence)
-        resolved = self._resolve(self.config.budget, length, self.config.protected)
+        resolved = self.resolve_prompt(self.pool.logical_length(sequence))
         lengths = torch.from_numpy(self.pool.lengths(sequence))
         return self._compact(sequence, request, regime, resolved, lengths, first=self.config.sinks, positions=positions)
 
-    def _compact_generated(self, sequence: int, request: _Request) -> CompactionEvent | None:
+    def _compact_generated(self, sequence: int, request: _Request) -> CompactionEvent:
         generated = (self.pool.view(sequence).position_table() >= request.prompt_length).sum(-1)
         longest = self.pool.logical_length(sequence) - request.prompt_length
         resolved = self._resolve(self.config.generation_budget, longest, self.config.recent)
@@ -161,14 +169,14 @@ class Compactor:
         counted: Tensor,
         first: int,
         positions: int,
-    ) -> CompactionEvent | None:
+    ) -> CompactionEvent:
         """Bring the `counted` [L, Hkv] rows down to the budget; only positions from `first` to the recent window may go."""
         if self.policy.evicts_nothing:
-            return None
+            return self._unchanged(sequence, request, regime, f"the policy {self.policy.name} evicts nothing")
         quota = quotas(resolved, self.config.scope, counted, self.traits.compactable_layers, self.layer_weights)
         if int(quota.evict.sum()) == 0:
             return self._unchanged(sequence, request, regime, resolved.note or f"within the budget {resolved.requested}")
-        before = self.trace.seconds()
+        before, size = self.trace.seconds(), self.size_of(sequence)
         positions = min(positions, self.pool.logical_length(sequence))
         view = self.pool.view(sequence)
         statistics = self.source.collect(sequence, positions, self.trace)
@@ -184,13 +192,15 @@ class Compactor:
             plan = CompactionPlan.from_eviction(view, selection.evict)
             result = self.pool.apply(plan)
             self.source.compacted(sequence, plan)
+        entries_before, bytes_before = size
+        entries_after, bytes_after = self.size_of(sequence)
         return CompactionEvent(
             step=request.generated,
             regime=regime,
-            entries_before=result.entries_before,
-            entries_after=result.entries_after,
-            bytes_before=result.bytes_before,
-            bytes_after=result.bytes_after,
+            entries_before=entries_before,
+            entries_after=entries_after,
+            bytes_before=bytes_before,
+            bytes_after=bytes_after,
             pages_freed=result.pages_freed,
             estimated_kl=selection.estimated_kl,
             estimated_kl_stage1=selection.estimated_kl_stage1,
@@ -217,5 +227,5 @@ class Compactor:
         return eligible
 
     def _unchanged(self, sequence: int, request: _Request, regime: Regime, note: str) -> CompactionEvent:
-        entries, size = self.pool.entries_of(sequence), self.pool.bytes_of(sequence)
+        entries, size = self.size_of(sequence)
         return CompactionEvent(request.generated, regime, entries, entries, size, size, note=note)

@@ -8,7 +8,7 @@ from bpkv_trt.config import BpkvConfig
 from bpkv_trt.layer_table import LayerTable
 from bpkv_trt.models.loading import LoadedModel
 from bpkv_trt.policies.registry import make_policy
-from bpkv_trt.pool.paged_kv_pool import PagedKvPool
+from bpkv_trt.pool.pool import PagedKvPool
 from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.compactor import CompactionEvent, Compactor
 from bpkv_trt.runtime.step import Chunk
@@ -35,9 +35,9 @@ class Engine:
     def pool(self) -> PagedKvPool:
         return self.host.pool
 
-    def open(self) -> int:
-        """Admit an empty sequence."""
-        sequence = self.host.admit()
+    def open(self, expected_rows: int = 0) -> int:
+        """Admit an empty sequence, which may grow to `expected_rows` (a hint for placement; nothing is reserved)."""
+        sequence = self.host.admit(expected_rows)
         self.statistics.open(sequence)
         self.compactor.on_request_init(sequence)
         return sequence
@@ -64,14 +64,16 @@ class Engine:
         return Chunk(sequence, tokens, self.statistics.observers(sequence))
 
 
-def make_pool(loaded: LoadedModel, rows: int, page_size: int, *, poison: bool = False) -> PagedKvPool:
-    """A pool that holds `rows` rows in every layer and head, in the model's dtype and on its device."""
+def make_pool(
+    loaded: LoadedModel, rows: int, page_size: int, *, caches: int = 1, poison: bool = False
+) -> PagedKvPool:
+    """A pool for `caches` sequences of `rows` rows in every layer and head, in the model's dtype and on its device."""
     traits, parameter = loaded.traits, next(loaded.model.parameters())
     return PagedKvPool(
         layers=traits.layers,
         kv_heads=traits.kv_heads,
         head_dim=traits.head_dim,
-        pages=-(-rows // page_size) * traits.layers * traits.kv_heads,
+        pages=caches * -(-rows // page_size) * traits.layers * traits.kv_heads,
         page_size=page_size,
         dtype=parameter.dtype,
         device=parameter.device,

@@ -26,6 +26,7 @@ class Request:
     generated: list[int] = field(default_factory=list)
     events: list[CompactionEvent] = field(default_factory=list)
     finished: FinishReason | None = None
+    encoded: tuple[int, int] = (0, 0)  # entries and bytes of the prompt's first turn, before any compaction
 
     @property
     def handle(self) -> int:
@@ -117,7 +118,7 @@ class Generator:
                 break
             admitted.append(self.waiting.popleft())
         for request in admitted:
-            request.sequence = self.engine.open()
+            request.sequence = self.engine.open(request.rows_to_come)
         self.running += admitted
         return admitted
 
@@ -126,6 +127,8 @@ class Generator:
             batch = [request for request in admitted if turn < len(request.turns)]
             logits = self.engine.encode([(request.handle, request.turns[turn]) for request in batch])
             for request, row in zip(batch, logits, strict=True):
+                if turn == 0:
+                    request.encoded = self.engine.compactor.size_of(request.handle)
                 request.note(self.engine.compactor.on_context_step_end(request.handle))
                 if turn == len(request.turns) - 1:
                     self._take_token(request, row)

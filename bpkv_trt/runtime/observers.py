@@ -6,7 +6,7 @@ from torch import Tensor
 from bpkv_trt.core.attention import attention_weights
 from bpkv_trt.core.statistics import QueryMoments
 from bpkv_trt.core.traits import ModelTraits
-from bpkv_trt.pool.paged_kv_pool import PagedKvPool
+from bpkv_trt.pool.pool import PagedKvPool
 from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.runtime.attention import QUERY_BLOCK
 from bpkv_trt.runtime.step import Rope

@@ -1,6 +1,6 @@
 """How the next token is drawn."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int = 0
     stop_tokens: frozenset[int] = field(default_factory=frozenset)
+
+    def stopping_at(self, tokens: frozenset[int]) -> "SamplingParams":
+        """The same, ended by these tokens."""
+        return replace(self, stop_tokens=tokens)
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:

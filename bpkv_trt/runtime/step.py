@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bpkv_trt.core.traits import ModelTraits
-from bpkv_trt.pool.paged_kv_pool import PagedKvPool
+from bpkv_trt.pool.pool import PagedKvPool
 from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.runtime.attention import AttentionTerms, attend, attend_frozen
 

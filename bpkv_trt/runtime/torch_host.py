@@ -14,7 +14,7 @@ from bpkv_trt.errors import NumericalError
 from bpkv_trt.models.loading import LoadedModel
 from bpkv_trt.models.modules import decoder_layers, final_norm_module
 from bpkv_trt.models.weights import ModelWeights
-from bpkv_trt.pool.paged_kv_pool import PagedKvPool
+from bpkv_trt.pool.pool import PagedKvPool
 from bpkv_trt.runtime.step import ATTENTION_NAME, AppendStep, Chunk, ReplayStep, Step, paged_attention
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
@@ -57,9 +57,9 @@ class TorchHost:
     def device(self) -> torch.device:
         return self.pool.keys.device
 
-    def admit(self) -> int:
+    def admit(self, expected_rows: int = 0) -> int:
         """Open an empty sequence; returns its handle."""
-        sequence = self.pool.admit()
+        sequence = self.pool.admit(expected_rows)
         self.tokens[sequence] = []
         return sequence
 

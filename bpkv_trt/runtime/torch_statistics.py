@@ -68,4 +68,4 @@ class TorchStatistics:
     def _readout(self, sequence: int, replay: Replay, ids: torch.Tensor, p: torch.Tensor) -> Readout:
         if self.config.readout == "exact":
             return ExactReadout(self.host, sequence, replay, ids, p, self.config.probes, self.config.seed)
-        return DirectReadout(replay.residual, replay.context, ids, p, self.host.traits, self.host.weights)
+        return DirectReadout(replay.context, replay.residual, ids, p, self.host.traits, self.host.weights)

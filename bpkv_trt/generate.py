@@ -1,0 +1,129 @@
+"""The main job, `bpkv generate`: run a long prompt, compact its cache, answer, and say what was kept and what it cost."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from bpkv_trt.errors import InputError
+from bpkv_trt.evaluation.verify import verify
+from bpkv_trt.models.loading import LoadedModel, load_model
+from bpkv_trt.profiling import Trace
+from bpkv_trt.progress import Progress
+from bpkv_trt.request import GenerateRequest
+from bpkv_trt.runtime.engine import Engine, make_pool
+from bpkv_trt.runtime.generator import Generator, Request
+from bpkv_trt.runtime.memory import activation_bytes, pool_bytes, require_memory
+from bpkv_trt.runtime.sampling import SamplingParams
+
+Turns = Sequence[Sequence[int]]
+
+
+def run_generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]:
+    """Run one request on a fresh engine; returns the report that design 4 names.
+
+    Raises a BpkvError before the prompt is run where prompt, model, configuration and memory do not go together.
+    """
+    trace = Trace()
+    sampling = SamplingParams(request.max_new_tokens, request.temperature, request.top_p, request.config.seed)
+    progress.stage("load")
+    with trace.range("load"):
+        loaded = _load(request)
+    turns = _encode(loaded, request)
+    sampling = sampling.stopping_at(stop_tokens(loaded))
+    engine = _engine(loaded, request, turns, trace)
+    answer = _answer(engine, turns, sampling, progress)
+    report = _report(request, loaded, turns, answer, engine)
+    if request.verify:
+        progress.stage("verify", request.max_new_tokens)
+        checked = verify(engine, turns, sampling.stop_tokens, request.max_new_tokens, progress.advance)
+        report["verify"] = asdict(checked)
+    report["timings_s"] = trace.seconds()
+    return report
+
+
+def stop_tokens(loaded: LoadedModel) -> frozenset[int]:
+    """The ids that end an answer: those of the generation config, and the tokenizer's."""
+    configured = loaded.model.generation_config.eos_token_id if loaded.model.generation_config is not None else None
+    ids = configured if isinstance(configured, list) else [configured]
+    return frozenset(int(token) for token in (*ids, loaded.tokenizer.eos_token_id) if token is not None)
+
+
+def _load(request: GenerateRequest) -> LoadedModel:
+    cuda = torch.cuda.is_available()
+    if request.device == "cuda" and not cuda:
+        raise InputError("--device cuda was given, but torch sees no CUDA GPU here; use --device cpu.")
+    device = request.device if request.device != "auto" else ("cuda" if cuda else "cpu")
+    dtype = request.dtype if request.dtype != "auto" else ("bfloat16" if device == "cuda" else "float32")
+    return load_model(request.model, dtype=dtype, device=device)
+
+
+def _encode(loaded: LoadedModel, request: GenerateRequest) -> Turns:
+    turns = loaded.encoder.encode(request.prompt, request.question, request.question_after, raw=request.raw)
+    tokens, known = sum(map(len, turns)), loaded.traits.max_positions
+    if tokens + request.max_new_tokens > known and not request.allow_extrapolation:
+        raise InputError(
+            f"The prompt has {tokens} tokens, with {request.max_new_tokens} new ones to come, but {request.model} knows "
+            f"{known} positions; beyond them models answer nonsense. Shorten the prompt or the answer, or give "
+            "--allow-extrapolation to run it all the same."
+        )
+    return turns
+
+
+def _engine(loaded: LoadedModel, request: GenerateRequest, turns: Turns, trace: Trace) -> Engine:
+    prompt = sum(map(len, turns))
+    rows = prompt + request.max_new_tokens
+    caches = 2 if request.verify else 1  # the full cache stands beside the compacted one
+    page_size = request.config.page_size
+    needed = caches * pool_bytes(loaded, rows, page_size) + activation_bytes(loaded, max(map(len, turns)))
+    require_memory(needed, loaded.model.device, request.memory_limit)
+    engine = Engine(loaded, request.config, make_pool(loaded, rows, page_size, caches=caches), trace)
+    engine.compactor.resolve_prompt(len(turns[0]))  # a budget that cannot be honoured is refused before the run
+    return engine
+
+
+def _answer(engine: Engine, turns: Turns, sampling: SamplingParams, progress: Progress) -> Request:
+    generator = Generator(engine)
+    answer = generator.add(turns, sampling)
+    progress.stage("prefill")
+
+    def on_token(request: Request) -> None:
+        if len(request.generated) == 1:
+            progress.stage("decode", sampling.max_new_tokens)
+        progress.advance()
+
+    generator.generate([answer], on_token)
+    return answer
+
+
+def _report(
+    request: GenerateRequest, loaded: LoadedModel, turns: Turns, answer: Request, engine: Engine
+) -> dict[str, Any]:
+    config, compacted = request.config, next((event for event in answer.events if event.regime != "generation"), None)
+    total, size = (compacted.entries_before, compacted.bytes_before) if compacted else answer.encoded
+    kept, size_after = (compacted.entries_after, compacted.bytes_after) if compacted else answer.encoded
+    return {
+        "text": loaded.tokenizer.decode(answer.generated, skip_special_tokens=True),
+        "model": request.model,
+        "prompt_tokens": sum(map(len, turns)),
+        "generated_tokens": len(answer.generated),
+        "policy": config.policy,
+        "regime": list(config.regime),
+        "scope": config.scope,
+        "readout": config.readout,
+        "budget": {
+            "requested": str(config.budget),
+            "entries_total": total,
+            "entries_kept": kept,
+            "fraction": kept / total if total else 1.0,
+            "clamped": compacted.clamped if compacted else False,
+        },
+        "pool": {
+            "page_size": config.page_size,
+            "bytes_before": size,
+            "bytes_after": size_after,
+            "pages_freed": compacted.pages_freed if compacted else 0,
+        },
+        "events": [asdict(event) for event in answer.events],
+    }

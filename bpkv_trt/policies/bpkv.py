@@ -1,0 +1,36 @@
+"""Behaviour-preserving eviction: an entry goes only where the next-token distribution hardly changes without it."""
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from bpkv_trt.core.budget import Quota
+from bpkv_trt.core.selection import Selection
+from bpkv_trt.core.statistics import ForwardStatistics
+from bpkv_trt.core.evidence import EvidenceSource, score_entries
+from bpkv_trt.core.two_stage import two_stage
+from bpkv_trt.policies.base import Policy, Requirement
+from bpkv_trt.pool.view import SequenceView
+
+
+class Bpkv(Policy):
+    """Score: the KL of the next-token distribution, averaged over the scoring positions, when the entry alone is deleted
+    (c' - c = a / (1 - a) (c - v), read out to the logits). Selection: lowest scores first under the epsilon rule, then
+    the boundary refined by the KL of the whole mask.
+
+    Source: arXiv:2610.06479. Defaults: 8 positions, top 32, `direct` readout, epsilon 0.02, 64 refined evictions.
+    """
+
+    name: ClassVar[str] = "bpkv"
+    source: ClassVar[str] = "arXiv:2610.06479"
+    requires: ClassVar[frozenset[Requirement]] = frozenset({"last_queries", "readout"})
+
+    def score(self, statistics: ForwardStatistics, view: SequenceView) -> Tensor:
+        return score_entries(statistics, view, self.traits)
+
+    def select(
+        self, scores: Tensor, eligible: Tensor, quota: Quota, statistics: ForwardStatistics, view: SequenceView
+    ) -> Selection:
+        assert statistics.readout is not None, "the host was not asked for a readout"
+        source, divergence = EvidenceSource(statistics, view, self.traits), statistics.readout.divergence
+        return two_stage(scores, eligible, quota, source, divergence, self.config.epsilon, self.config.refine)

@@ -1,0 +1,45 @@
+"""Whether a run fits the machine, told before it starts."""
+
+import psutil
+import torch
+
+from bpkv_trt.errors import InputError
+from bpkv_trt.models.loading import LoadedModel
+
+
+def activation_bytes(loaded: LoadedModel, tokens: int) -> int:
+    """An upper estimate of what one forward of `tokens` tokens holds at once, beside weights and cache.
+
+    The widest moment is a layer's MLP (gate, up and their product) or its attention (queries, context, K and V with
+    their rotated copies), on top of four residual-sized tensors.
+    """
+    config, traits = loaded.model.config, loaded.traits
+    attention = 3 * traits.head_dim * (traits.query_heads + traits.kv_heads)
+    widest = max(3 * int(config.intermediate_size), attention)
+    return tokens * (4 * traits.width + widest) * next(loaded.model.parameters()).element_size()
+
+
+def pool_bytes(loaded: LoadedModel, rows: int, page_size: int) -> int:
+    """Bytes of a pool of `rows` rows in every layer and head: K, V and positions."""
+    traits = loaded.traits
+    row = 2 * traits.head_dim * next(loaded.model.parameters()).element_size() + 4
+    return -(-rows // page_size) * page_size * traits.layers * traits.kv_heads * row
+
+
+def require_memory(needed: int, device: torch.device, limit: int | None) -> None:
+    """Raise InputError where `needed` bytes are more than `limit`, or, without one, than the device has free."""
+    available = limit if limit is not None else free_bytes(device)
+    if needed > available:
+        whose = "the limit given" if limit is not None else f"what is free on {device}"
+        raise InputError(
+            f"The prompt, its cache and the answer need about {needed / 2**20:,.0f} MiB beside the weights, more than "
+            f"{whose}, {available / 2**20:,.0f} MiB. Nothing was run; shorten the prompt, ask for fewer new tokens, use "
+            "a narrower --dtype, or leave out --verify, which holds a second, full cache."
+        )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that can still be allocated on a device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)

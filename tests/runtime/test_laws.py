@@ -1,0 +1,275 @@
+"""The laws that every change keeps, on trained models (L1-L9 of the design)."""
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bpkv_trt.models.modules import rotary
+from bpkv_trt.policies.bpkv import Bpkv
+from bpkv_trt.runtime.engine import Engine
+from tests.runtime.conftest import TRAINED, MakeEngine, loaded, prompt_tokens
+from tests.runtime.masked_reference import MaskedReference
+from tests.runtime.trail import Trail, follow
+
+LENGTHS = (150, 61, 230)  # a batch of unequal prompts
+STEPS = (40, 9, 25)
+BF16_BOUND = 0.06  # of the largest logit: two roundings of 2^-8 apart in every layer
+
+
+def batch(name: str, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
+    prompts = [prompt_tokens(name, seed + index, length) for index, length in enumerate(LENGTHS)]
+    more = [prompt_tokens(name, seed + 10 + index, 2 * steps)[1 : 1 + steps] for index, steps in enumerate(STEPS)]
+    return prompts, more
+
+
+def reference(name: str, dtype: str = "float32") -> MaskedReference:
+    model = loaded(name, dtype)
+    traits = model.traits
+    return MaskedReference(copy.deepcopy(model.model), dict.fromkeys(traits.sliding_layers, traits.sliding_window or 0))
+
+
+def worst_gap(trail: Trail, truth: Tensor) -> float:
+    """The largest difference of any logit after any step, over the largest logit of that step."""
+    return max(
+        float((logits - truth[index]).abs().max() / truth[index].abs().max()) for index, logits in trail.logits.items()
+    )
+
+
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_l1_keeping_all_is_the_full_cache_bit_for_bit(make_engine: MakeEngine, name: str, dtype: str) -> None:
+    prompts, more = batch(name)
+    kept = follow(make_engine(name, dtype, budget="1.0", regime="prefill"), prompts, more)
+    full = follow(make_engine(name, dtype, policy="full"), prompts, more)
+    for ours, theirs in zip(kept, full, strict=True):
+        assert ours.logits.keys() == theirs.logits.keys()
+        assert all(torch.equal(ours.logits[index], theirs.logits[index]) for index in ours.logits)
+    bound = 1e-5 if dtype == "float32" else BF16_BOUND
+    for trail in full:
+        assert worst_gap(trail, reference(name, dtype).logits(trail.tokens, trail.hidden_from())) < bound
+
+
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("scope", ["head", "layer", "global"])
+@pytest.mark.parametrize("readout", ["direct", "exact"])
+def test_l2_evicted_is_masked(make_engine: MakeEngine, name: str, dtype: str, scope: str, readout: str) -> None:
+    engine = make_engine(name, dtype, scope=scope, readout=readout, budget="0.25")
+    trails = follow(engine, *batch(name))
+    bound = 1e-5 if dtype == "float32" else BF16_BOUND
+    truth = reference(name, dtype)
+    for trail, steps in zip(trails, STEPS, strict=True):
+        assert len(trail.events) == 1 + steps // engine.compactor.config.interval
+        assert worst_gap(trail, truth.logits(trail.tokens, trail.hidden_from())) < bound
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_l2_a_deferred_eviction_is_masked(make_engine: MakeEngine, name: str) -> None:
+    engine = make_engine(name, regime="deferred", budget="0.25", defer=5)
+    prompts, more = batch(name)
+    for trail in follow(engine, prompts, more):
+        assert [(event.regime, event.step) for event in trail.events] == [("deferred", 5)]
+        assert worst_gap(trail, reference(name).logits(trail.tokens, trail.hidden_from())) < 1e-5
+
+
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("policy", ["random", "streaming_llm", "snapkv", "h2o", "expected_attention"])
+def test_l2_holds_for_every_policy(make_engine: MakeEngine, name: str, policy: str) -> None:
+    for trail in follow(make_engine(name, policy=policy, scope="head", budget="0.3"), *batch(name)):
+        assert trail.events[0].entries_after < trail.events[0].entries_before
+        assert worst_gap(trail, reference(name).logits(trail.tokens, trail.hidden_from())) < 1e-5
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_l2_attention_reads_the_pages(make_engine: MakeEngine, name: str) -> None:
+    """Any live page that is spoilt changes the next logits; a free one changes nothing."""
+    tokens = prompt_tokens(name, 3, 120)
+
+    def logits_with(spoil: str | None) -> Tensor:
+        engine = make_engine(name, budget="0.5", regime="prefill")
+        (trail,) = follow(engine, [tokens], [[7]])
+        table = engine.pool.page_table(trail.sequence)
+        live = table[engine.host.traits.compactable_layers[-1], 0, 0]
+        free = next(page for page in range(engine.pool.pages) if page not in table)
+        if spoil is not None:
+            engine.pool.values[int(live) if spoil == "live" else free] = 3.0
+        return engine.decode([(trail.sequence, [9])])
+
+    untouched = logits_with(None)
+    assert torch.equal(logits_with("free"), untouched)
+    assert not torch.allclose(logits_with("live"), untouched, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_there_is_no_second_copy_of_the_cache(make_engine: MakeEngine, name: str) -> None:
+    engine = make_engine(name, budget="0.5", regime="prefill")
+    (trail,) = follow(engine, [prompt_tokens(name, 3, 200)], [[7, 9]])
+    pool, traits = engine.pool, engine.host.traits
+    known = {tensor.untyped_storage().data_ptr() for tensor in (pool.keys, pool.values, pool.row_positions)}
+    known |= {p.untyped_storage().data_ptr() for each in (loaded(n) for n in TRAINED) for p in each.model.parameters()}
+    rows = int(pool.lengths(trail.sequence).min())
+    strays = [
+        tensor.shape
+        for tensor in gc.get_objects()
+        if isinstance(tensor, Tensor)
+        and tensor.untyped_storage().data_ptr() not in known
+        and tensor.shape[-1:] == (traits.head_dim,)
+        and tensor.numel() >= rows * traits.head_dim
+    ]
+    assert strays == []
+
+
+@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("scope", ["head", "layer", "global"])
+@pytest.mark.parametrize("budget", ["0.2", "0.37", "40t", "1"])
+def test_l4_the_budget_is_exact(make_engine: MakeEngine, name: str, scope: str, budget: str) -> None:
+    engine = make_engine(name, scope=scope, budget=budget, regime="prefill")
+    (trail,) = follow(engine, [prompt_tokens(name, 1, 217)], [[5]])
+    length, traits = len(trail.tokens) - 1, engine.host.traits
+    per_head = {"0.2": length * 2 // 10, "0.37": length * 37 // 100, "40t": 40, "1": length}[budget]
+    layers = list(traits.compactable_layers)
+    assert trail.events[0].entries_after == per_head * len(layers) * traits.kv_heads
+    kept = engine.pool.lengths(trail.sequence)[layers] - 1  # the decoded token
+    assert kept.sum() == trail.events[0].entries_after
+    assert kept.min() >= engine.compactor.config.protected
+    if scope == "head":
+        assert (kept == per_head).all()
+    if scope == "layer":
+        assert (kept.sum(axis=1) == per_head * traits.kv_heads).all()
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_l4_generation_keeps_its_tokens_per_head_and_the_whole_prompt(make_engine: MakeEngine, name: str) -> None:
+    engine = make_engine(name, regime="generation", scope="head", generation_budget="18t")
+    prompt, traits = prompt_tokens(name, 1, 90), engine.host.traits
+    (trail,) = follow(engine, [prompt], [prompt_tokens(name, 2, 120)[:48]])
+    assert [event.step for event in trail.events] == [16, 32, 48]
+    for layer in traits.compactable_layers:
+        for head in range(traits.kv_heads):
+            positions = engine.pool.positions(trail.sequence, layer, head)
+            assert int((positions < len(prompt)).sum()) == len(prompt)
+            assert int((positions >= len(prompt)).sum()) == 18
+            assert positions[-16:].tolist() == list(range(len(prompt) + 32, len(prompt) + 48))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_l5_nothing_survives_a_request(make_engine: MakeEngine, name: str) -> None:
+    """Whatever ran before, to its end or not, a sequence gets the same logits to the bit."""
+    first, second = (prompt_tokens(name, seed, 140) for seed in (5, 6))
+    alone = follow(make_engine(name, budget="0.3", readout="exact"), [second], [[4, 5, 6]])[0]
+    engine = make_engine(name, budget="0.3", readout="exact")
+    for tokens, steps in ((first, 20), (second, 2)):
+        (trail,) = follow(engine, [tokens], [tokens[1 : 1 + steps]])
+        engine.close(trail.sequence)
+        assert engine.pool.live_pages == 0
+    again = follow(engine, [second], [[4, 5, 6]])[0]
+    assert again.events[0].entries_after == alone.events[0].entries_after
+    assert all(torch.equal(again.logits[index], alone.logits[index]) for index in alone.logits)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_l6_rope_gets_logical_positions(make_engine: MakeEngine, name: str) -> None:
+    engine, seen = make_engine(name, budget="0.2"), list[list[int]]()
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        seen.append(position_ids[0].tolist())
+
+    prompt = prompt_tokens(name, 1, 150)
+    (trail,) = follow(engine, [prompt], [[]])
+    handle = rotary(engine.host.model).register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        for token in range(3):
+            engine.decode([(trail.sequence, [token])])
+    finally:
+        handle.remove()
+    assert sorted({tuple(positions) for positions in seen}) == [(len(prompt) + step,) for step in range(3)]
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements that any operation's output had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, tuple | list) else (output,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return output
+
+
+@pytest.mark.parametrize("readout", ["direct", "exact"])
+def test_l7_scoring_grows_linearly_and_repeats_no_head(make_engine: MakeEngine, readout: str) -> None:
+    def largest(tokens: int) -> int:
+        engine = make_engine("tiny-llama", readout=readout, regime="prefill", budget="0.2")
+        sequence = engine.open()
+        engine.encode([(sequence, (prompt_tokens("tiny-llama", 1, 240) * 4)[:tokens])])
+        with LargestTensor() as seen:
+            engine.compactor.on_context_step_end(sequence)
+        return seen.elements
+
+    short, long = largest(200), largest(800)
+    assert long <= 4.2 * short
+    traits, config = loaded("tiny-llama").traits, make_engine("tiny-llama").compactor.config
+    per_token = max(config.probes, 1) * config.positions * traits.query_heads  # weights' gradients, all probes at once
+    assert long <= 800 * max(per_token, traits.layers * traits.kv_heads * traits.head_dim)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_l8_a_broken_score_evicts_nothing(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    honest = Bpkv.score
+
+    def broken(self: Bpkv, *args: Any) -> Tensor:
+        scores = honest(self, *args)
+        scores[0, 0, 30] = value
+        return scores
+
+    monkeypatch.setattr(Bpkv, "score", broken)
+    engine = make_engine("tiny-llama", budget="0.2")
+    (trail,) = follow(engine, [prompt_tokens("tiny-llama", 1, 120)], [[5]])
+    (event,) = trail.events
+    assert event.entries_after == event.entries_before and event.pages_freed == 0
+    assert event.note is not None and "1 scores are NaN or Inf" in event.note
+
+
+def test_l8_broken_scores_of_protected_entries_do_not_matter(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = Bpkv.score
+
+    def broken(self: Bpkv, *args: Any) -> Tensor:
+        scores = honest(self, *args)
+        scores[:, :, :4] = float("nan")
+        return scores
+
+    tokens = prompt_tokens("tiny-llama", 1, 120)
+    fine = follow(make_engine("tiny-llama", budget="0.3"), [tokens], [[5]])[0]
+    monkeypatch.setattr(Bpkv, "score", broken)
+    spoilt = follow(make_engine("tiny-llama", budget="0.3"), [tokens], [[5]])[0]
+    assert torch.equal(fine.hidden_from(), spoilt.hidden_from())
+
+
+def notes(engine: Engine, tokens: list[int], steps: int) -> list[str | None]:
+    (trail,) = follow(engine, [tokens], [tokens[:steps]])
+    event = engine.close(trail.sequence)
+    return [each.note for each in (*trail.events, event) if each is not None]
+
+
+def test_l9_compression_that_did_not_happen_is_reported(make_engine: MakeEngine) -> None:
+    tokens = prompt_tokens("tiny-llama", 1, 120)
+    (short,) = notes(make_engine("tiny-llama", regime="prefill"), tokens[:18], 1)
+    assert short is not None and "not more than the 20 protected" in short
+    (full,) = notes(make_engine("tiny-llama", policy="full", regime="prefill"), tokens, 1)
+    assert full is not None and "evicts nothing" in full
+    (early,) = notes(make_engine("tiny-llama", regime="deferred", defer=8), tokens, 3)
+    assert early is not None and "ended after 3 tokens" in early
+    (clamped,) = notes(make_engine("tiny-llama", regime="prefill", budget="0.05"), tokens, 1)
+    assert clamped is not None and "raised to the 20 protected" in clamped

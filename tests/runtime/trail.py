@@ -1,0 +1,60 @@
+"""Drive sequences through an engine with given tokens, and remember what a masked reference needs to repeat it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bpkv_trt.runtime.compactor import CompactionEvent
+from bpkv_trt.runtime.engine import Engine
+from tests.runtime.masked_reference import NEVER
+
+
+@dataclass
+class Trail:
+    """One sequence: the tokens fed, the logits after each feed, and from which query on each entry was gone."""
+
+    engine: Engine
+    sequence: int
+    tokens: list[int] = field(default_factory=list)
+    logits: dict[int, Tensor] = field(default_factory=dict)  # by index of the last token fed, [V]
+    evicted_at: list[tuple[int, Tensor]] = field(default_factory=list)  # (first query without them, [L, Hkv, N] bool)
+    events: list[CompactionEvent] = field(default_factory=list)
+
+    def settle(self, logits: Tensor, event: CompactionEvent | None) -> None:
+        self.logits[len(self.tokens) - 1] = logits
+        if event is not None:
+            self.events.append(event)
+        view = self.engine.pool.view(self.sequence)
+        gone = torch.ones(*view.lengths.shape, len(self.tokens), dtype=torch.bool)
+        for layer in range(gone.shape[0]):
+            for head in range(gone.shape[1]):
+                gone[layer, head, view.positions(layer, head).long()] = False
+        gone[sorted(self.engine.host.traits.sliding_layers)] = False  # the window hides these by itself
+        self.evicted_at.append((len(self.tokens), gone))
+        self.engine.pool.check_integrity()
+
+    def hidden_from(self) -> Tensor:
+        """[L, Hkv, N] int64."""
+        layers, heads, _ = self.evicted_at[-1][1].shape
+        hidden = torch.full((layers, heads, len(self.tokens)), NEVER)
+        for index, gone in reversed(self.evicted_at):
+            hidden[:, :, : gone.shape[2]][gone] = index
+        return hidden
+
+
+def follow(engine: Engine, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> list[Trail]:
+    """Encode all prompts as one packed batch, then feed the continuations one token a step, packed as long as they last."""
+    trails = [Trail(engine, engine.open()) for _ in prompts]
+    logits = engine.encode([(trail.sequence, prompt) for trail, prompt in zip(trails, prompts, strict=True)])
+    for trail, prompt, row in zip(trails, prompts, logits, strict=True):
+        trail.tokens += prompt
+        trail.settle(row, engine.compactor.on_context_step_end(trail.sequence))
+    for step in range(max(map(len, continuations))):
+        batch = [(trail, new[step]) for trail, new in zip(trails, continuations, strict=True) if step < len(new)]
+        logits = engine.decode([(trail.sequence, [token]) for trail, token in batch])
+        for (trail, token), row in zip(batch, logits, strict=True):
+            trail.tokens.append(token)
+            trail.settle(row, engine.compactor.on_generation_step_end(trail.sequence))
+    return trails
