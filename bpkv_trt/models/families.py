@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from transformers import PretrainedConfig
+from transformers import __version__ as transformers_version
 
 from bpkv_trt.core.traits import FinalNorm
 from bpkv_trt.errors import ModelError
@@ -69,6 +70,7 @@ COMMON_SWITCHES: dict[str, tuple[Any, ...]] = {
     "num_kv_shared_layers": (None, 0),
     "quantization_config": (None,),
 }
+TRANSFORMERS_MAJOR = int(transformers_version.partition(".")[0])
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Of these the inverse frequencies depend on the length of the sequence, so cached keys and later requests would change.
 CHANGING_ROPE = {"dynamic", "longrope"}
@@ -158,7 +160,7 @@ def _check_rope(config: PretrainedConfig) -> None:
     """RoPE settings of either transformers generation: `rope_parameters` (5) or `rope_scaling` (4)."""
     parameters = getattr(config, "rope_parameters", None)
     scaling = getattr(config, "rope_scaling", None)
-    if parameters is not None and parameters is not scaling and "rope_parameters" not in _known_keys(config):
+    if parameters is not None and TRANSFORMERS_MAJOR < 5:
         raise ModelError(
             "The model's configuration was written by transformers 5 (rope_parameters), and the installed transformers "
             "4 would silently ignore its RoPE settings. Install transformers 5, or save the model with transformers 4."
@@ -179,8 +181,3 @@ def _rope_settings(value: Any) -> list[dict[str, Any]]:
         return []
     nested = [inner for inner in value.values() if isinstance(inner, dict)]
     return nested or [value]
-
-
-def _known_keys(config: PretrainedConfig) -> set[str]:
-    """The keys that the configuration class itself writes."""
-    return set(type(config)().to_dict())

@@ -49,7 +49,7 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Loa
     source = _source(name)
     config = _parsed(name, "configuration", lambda: AutoConfig.from_pretrained(source))
     family = family_of(config)
-    tokenizer = _parsed(name, "tokenizer", lambda: AutoTokenizer.from_pretrained(source))
+    tokenizer = _tokenizer(name, source)
     model = _weights(name, source, DTYPES[dtype])
     model.to(torch.device(device))
     traits = traits_of(model, vocabulary=max(tokenizer.get_vocab().values()) + 1)
@@ -85,6 +85,14 @@ def _next_step(name: str) -> str:
         f"{name!r} is no file or directory here and none of {', '.join(CATALOGUE)}, so it was looked up as a model id "
         "of the Hugging Face hub: check the spelling, the network (or the hub's local cache), and access rights."
     )
+
+
+def _tokenizer(name: str, source: str) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = _parsed(name, "tokenizer", lambda: AutoTokenizer.from_pretrained(source))
+    words = set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
+    if len(words) <= 1:  # without tokenizer files transformers 5 makes an empty one and goes on
+        raise ModelError(f"{name!r} comes without a tokenizer, so no text can be given to it. {_next_step(name)}")
+    return tokenizer
 
 
 def _weights(name: str, source: str, dtype: torch.dtype) -> PreTrainedModel:

