@@ -1,4 +1,4 @@
-"""The main job, `bpkv generate`: run a long prompt, compact its cache, answer, and say what was kept and what it cost."""
+"""The main job, `bpkv generate`: run a long prompt, compact its cache, answer, and report what was kept."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -64,8 +64,8 @@ def _encode(loaded: LoadedModel, request: GenerateRequest) -> Turns:
     tokens, known = sum(map(len, turns)), loaded.traits.max_positions
     if tokens + request.max_new_tokens > known and not request.allow_extrapolation:
         raise InputError(
-            f"The prompt has {tokens} tokens, with {request.max_new_tokens} new ones to come, but {request.model} knows "
-            f"{known} positions; beyond them models answer nonsense. Shorten the prompt or the answer, or give "
+            f"The prompt has {tokens} tokens, with {request.max_new_tokens} new ones to come, but {request.model} "
+            f"knows {known} positions; beyond them models answer nonsense. Shorten the prompt or the answer, or give "
             "--allow-extrapolation to run it all the same."
         )
     return turns

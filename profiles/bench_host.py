@@ -68,7 +68,7 @@ def interleaved(repeats: int, **runs: Callable[[], object]) -> dict[str, float]:
 def prefill_and_compaction(bench: Bench) -> dict[str, float]:
     stages: dict[str, list[float]] = {"direct": [], "exact": []}
 
-    def ours() -> None:
+    def ours(readout: str) -> None:
         engine = bench.engine(PROMPT + 32, readout=readout)
         sequence = engine.open()
         start = time.perf_counter()
@@ -84,7 +84,7 @@ def prefill_and_compaction(bench: Bench) -> dict[str, float]:
         start = time.perf_counter()
         bench.transformers_prefill(PROMPT)
         their_seconds.append(time.perf_counter() - start)
-        ours()
+        ours(readout)
     host, theirs = stats.median(host_seconds[1:]), stats.median(their_seconds[1:])
     return {
         "prefill_over_transformers": host / theirs,
@@ -107,7 +107,9 @@ def decode(bench: Bench, length: int) -> dict[str, float]:
         return lambda: [engine.decode([(sequence, [42])]) for _ in range(DECODES)] and None
 
     def theirs(rows: int) -> Callable[[], None]:
-        return lambda: [bench.transformers_decode(caches[rows], caches[rows].get_seq_length()) for _ in range(DECODES)] and None
+        return lambda: (
+            [bench.transformers_decode(caches[rows], caches[rows].get_seq_length()) for _ in range(DECODES)] and None
+        )
 
     return interleaved(
         bench.repeats, full=ours(full), theirs_full=theirs(length), kept=ours(kept), theirs_kept=theirs(length // 5)

@@ -17,13 +17,15 @@ def attention_weights(
     rows = k.shape[0]
     assert rows >= positions, f"{positions} positions need as many rows of their own; there are {rows}"
     queries = q.float().transpose(0, 1).reshape(group * positions, width)
-    logits = (queries @ k.float().T).mul_(scale)  # [G M, T]
-    if softcap is not None:
-        logits.div_(softcap).tanh_().mul_(softcap)
-    logits = logits.view(group, positions, rows)
+    logits = softcapped((queries @ k.float().T).mul_(scale), softcap).view(group, positions, rows)
     own = torch.ones(positions, positions, dtype=torch.bool, device=q.device).triu_(1)
     logits[:, :, rows - positions :].masked_fill_(own, float("-inf"))
     if sink is None:
         return torch.softmax(logits, dim=-1)
     sinks = sink.float()[:, None, None].expand(group, positions, 1)
     return torch.softmax(torch.cat([logits, sinks], dim=-1), dim=-1)[..., :-1]
+
+
+def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
+    """c tanh(x / c) of scaled logits (Gemma 2), in place; unchanged without a softcap."""
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)

@@ -5,18 +5,18 @@ from typing import ClassVar
 from torch import Tensor
 
 from bpkv_trt.core.budget import Quota
+from bpkv_trt.core.evidence import EvidenceSource, score_entries
 from bpkv_trt.core.selection import Selection
 from bpkv_trt.core.statistics import ForwardStatistics
-from bpkv_trt.core.evidence import EvidenceSource, score_entries
 from bpkv_trt.core.two_stage import two_stage
 from bpkv_trt.policies.base import Policy, Requirement
 from bpkv_trt.pool.view import SequenceView
 
 
 class Bpkv(Policy):
-    """Score: the KL of the next-token distribution, averaged over the scoring positions, when the entry alone is deleted
-    (c' - c = a / (1 - a) (c - v), read out to the logits). Selection: lowest scores first under the epsilon rule, then
-    the boundary refined by the KL of the whole mask.
+    """Score: the KL of the next-token distribution, averaged over the scoring positions, when the entry alone is
+    deleted (c' - c = a / (1 - a) (c - v), read out to the logits). Selection: lowest scores first under the epsilon
+    rule, then the boundary refined by the KL of the whole mask.
 
     Source: arXiv:2610.06479. Defaults: 8 positions, top 32, `direct` readout, epsilon 0.02, 64 refined evictions.
     """

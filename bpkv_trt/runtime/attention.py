@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bpkv_trt.core.attention import softcapped
 from bpkv_trt.core.traits import ModelTraits
 from bpkv_trt.pool.rows import LayerRows
 
@@ -19,16 +20,11 @@ class AttentionTerms:
     scale: float
     softcap: float | None = None
     window: int | None = None
-    sink: Tensor | None = None  # [Hq]
 
     @classmethod
-    def of_layer(cls, traits: ModelTraits, layer: int, sink: Tensor | None = None) -> "AttentionTerms":
+    def of_layer(cls, traits: ModelTraits, layer: int) -> "AttentionTerms":
         window = traits.sliding_window if layer in traits.sliding_layers else None
-        return cls(traits.attention_scale, traits.attention_softcap, window, sink)
-
-    @property
-    def plain(self) -> bool:
-        return self.softcap is None and self.sink is None
+        return cls(traits.attention_scale, traits.attention_softcap, window)
 
 
 def attend(q: Tensor, rows: LayerRows, terms: AttentionTerms) -> Tensor:
@@ -40,32 +36,24 @@ def attend(q: Tensor, rows: LayerRows, terms: AttentionTerms) -> Tensor:
     if rows.uniform is not None:
         return _attend_heads(q, *rows.uniform, terms)
     group = q.shape[0] // len(rows.lengths)
-    return torch.cat(
-        [
-            _attend_heads(
-                q[head * group : (head + 1) * group],
-                *(side[None] for side in rows.head(head)),
-                _of_head(terms, slice(head * group, (head + 1) * group)),
-            )
-            for head in range(len(rows.lengths))
-        ]
-    )
-
-
-def _of_head(terms: AttentionTerms, heads: slice) -> AttentionTerms:
-    if terms.sink is None:
-        return terms
-    return AttentionTerms(terms.scale, terms.softcap, terms.window, terms.sink[heads])
+    contexts = []
+    for head in range(len(rows.lengths)):
+        k, v = rows.head(head)
+        contexts.append(_attend_heads(q[head * group : (head + 1) * group], k[None], v[None], terms))
+    return torch.cat(contexts)
 
 
 def _attend_heads(q: Tensor, k: Tensor, v: Tensor, terms: AttentionTerms) -> Tensor:
     # q [H * G, n, D]; k, v [H, T, D]
     n, length = q.shape[1], k.shape[1]
     windowed = terms.window is not None and length > terms.window
-    if terms.plain and not windowed and n == 1:
+    plain = terms.softcap is None and not windowed
+    if plain and n == 1:
         return _decode(q, k, v, terms.scale)
-    if terms.plain and not windowed and n == length:
-        return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=terms.scale, enable_gqa=True)[0]
+    if plain and n == length:
+        return F.scaled_dot_product_attention(
+            q[None], k[None], v[None], is_causal=True, scale=terms.scale, enable_gqa=True
+        )[0]
     blocks = [_attend_block(q, k, v, start, min(start + QUERY_BLOCK, n), terms) for start in range(0, n, QUERY_BLOCK)]
     return torch.cat(blocks, dim=1)
 
@@ -82,11 +70,13 @@ def _attend_block(q: Tensor, k: Tensor, v: Tensor, start: int, stop: int, terms:
     first = 0 if terms.window is None else max(0, length - n + start + 1 - terms.window)
     q, k, v = q[:, start:stop], k[:, first:last], v[:, first:last]
     visible = _visible(stop - start, last - first, terms.window, q.device)
-    if terms.plain:
-        return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=visible, scale=terms.scale, enable_gqa=True)[0]
+    if terms.softcap is None:
+        return F.scaled_dot_product_attention(
+            q[None], k[None], v[None], attn_mask=visible, scale=terms.scale, enable_gqa=True
+        )[0]
     heads, width = k.shape[0], k.shape[2]
     logits = q.reshape(heads, -1, width).float() @ k.float().mT  # [H, G * n, T]: a group reads K and V once
-    weights = softmax_weights(logits.view(heads, -1, stop - start, last - first), visible, terms)
+    weights = _weights(logits.view(heads, -1, stop - start, last - first), visible, terms)
     return (weights.flatten(1, 2) @ v.float()).view(q.shape).to(q.dtype)
 
 
@@ -98,16 +88,10 @@ def _visible(queries: int, length: int, window: int | None, device: torch.device
     return visible if window is None else visible & (row > own - window)
 
 
-def softmax_weights(logits: Tensor, visible: Tensor, terms: AttentionTerms) -> Tensor:
-    """[H, G, n, T] raw q.k in fp32 -> attention weights; with a sink logit the rows sum to less than 1."""
-    logits = logits * terms.scale
-    if terms.softcap is not None:
-        logits = terms.softcap * torch.tanh(logits / terms.softcap)
-    logits = logits.masked_fill(~visible, float("-inf"))
-    if terms.sink is None:
-        return torch.softmax(logits, dim=-1)
-    sink = terms.sink.float().reshape(logits.shape[0], logits.shape[1], 1, 1).expand(*logits.shape[:3], 1)
-    return torch.softmax(torch.cat([logits, sink], dim=-1), dim=-1)[..., :-1]
+def _weights(logits: Tensor, visible: Tensor, terms: AttentionTerms) -> Tensor:
+    """Raw q.k in fp32 [H, G, n, T] -> attention weights."""
+    logits = softcapped(logits * terms.scale, terms.softcap)
+    return torch.softmax(logits.masked_fill(~visible, float("-inf")), dim=-1)
 
 
 def attend_frozen(
@@ -123,11 +107,11 @@ def attend_frozen(
     group = q.shape[0] // len(rows.lengths)
     heads = []
     for head in range(len(rows.lengths)):
-        cached_k, cached_v = (side[None] for side in rows.head(head))
+        cached_k, cached_v = rows.head(head)
         mine = slice(head * group, (head + 1) * group)
         one = slice(head, head + 1)
         gone = None if evicted is None else evicted[one]
-        heads.append(_attend_frozen_heads(q[mine], k[one], v[one], cached_k, cached_v, _of_head(terms, mine), gone))
+        heads.append(_attend_frozen_heads(q[mine], k[one], v[one], cached_k[None], cached_v[None], terms, gone))
     return torch.cat(heads)
 
 
@@ -145,7 +129,7 @@ def _attend_frozen_heads(
         visible = visible & ~evicted[:, None, None, :length]
     own_logit = (grouped * k[:, None].float()).sum(-1, keepdim=True)  # [H, G, M, 1]
     cached = (grouped.flatten(1, 2) @ cached_k.float().mT).view(*grouped.shape[:3], length)  # [H, G, M, T]
-    weights = softmax_weights(torch.where(diagonal, own_logit, cached), visible, terms)
+    weights = _weights(torch.where(diagonal, own_logit, cached), visible, terms)
     others = (weights.masked_fill(diagonal, 0.0).flatten(1, 2) @ cached_v.float()).view_as(grouped)
     own_weight = weights.gather(-1, own[:, None].expand(*weights.shape[:3], 1))
     return (others + own_weight * v[:, None].float()).reshape(q.shape).to(q.dtype)

@@ -13,11 +13,10 @@ from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.core.traits import ModelTraits
 from bpkv_trt.errors import ConfigError
 from bpkv_trt.policies.base import Policy, Requirement
-from bpkv_trt.pool.pool import PagedKvPool
 from bpkv_trt.pool.plan import CompactionPlan
+from bpkv_trt.pool.pool import PagedKvPool
 from bpkv_trt.pool.view import SequenceView
 from bpkv_trt.profiling import Trace
-
 
 STAGES = ("readout", "score", "select", "compact")
 
@@ -65,7 +64,7 @@ class _Request:
 
 
 class Compactor:
-    """Decides when a sequence is compacted and what goes; the hooks are those of TensorRT-LLM's compression framework."""
+    """Decides when a sequence is compacted and what goes; hooks named as in TensorRT-LLM's compression framework."""
 
     def __init__(
         self,
@@ -118,7 +117,9 @@ class Compactor:
         request = self.requests.pop(sequence)
         if "deferred" not in self.config.regime or request.prompt_settled or self.policy.evicts_nothing:
             return None
-        note = f"not compacted: the answer ended after {request.generated} tokens, before the {self.config.defer} of defer"
+        note = (
+            f"not compacted: the answer ended after {request.generated} tokens, before the {self.config.defer} of defer"
+        )
         return self._unchanged(sequence, request, "deferred", note)
 
     def on_request_fork(self, sequence: int, copy: int) -> None:
@@ -170,12 +171,14 @@ class Compactor:
         first: int,
         positions: int,
     ) -> CompactionEvent:
-        """Bring the `counted` [L, Hkv] rows down to the budget; only positions from `first` to the recent window may go."""
+        """Bring the `counted` [L, Hkv] rows down to the budget; positions from `first` to the recent window may go."""
         if self.policy.evicts_nothing:
             return self._unchanged(sequence, request, regime, f"the policy {self.policy.name} evicts nothing")
         quota = quotas(resolved, self.config.scope, counted, self.traits.compactable_layers, self.layer_weights)
         if int(quota.evict.sum()) == 0:
-            return self._unchanged(sequence, request, regime, resolved.note or f"within the budget {resolved.requested}")
+            return self._unchanged(
+                sequence, request, regime, resolved.note or f"within the budget {resolved.requested}"
+            )
         before, size = self.trace.seconds(), self.size_of(sequence)
         positions = min(positions, self.pool.logical_length(sequence))
         view = self.pool.view(sequence)
@@ -209,7 +212,9 @@ class Compactor:
             rejected=selection.rejected,
             clamped=resolved.clamped,
             note=resolved.note,
-            seconds={stage: seconds - before[stage] for stage, seconds in self.trace.seconds().items() if stage in STAGES},
+            seconds={
+                stage: seconds - before[stage] for stage, seconds in self.trace.seconds().items() if stage in STAGES
+            },
         )
 
     def _weighted(self, scores: Tensor) -> Tensor:

@@ -64,9 +64,7 @@ class Engine:
         return Chunk(sequence, tokens, self.statistics.observers(sequence))
 
 
-def make_pool(
-    loaded: LoadedModel, rows: int, page_size: int, *, caches: int = 1, poison: bool = False
-) -> PagedKvPool:
+def make_pool(loaded: LoadedModel, rows: int, page_size: int, *, caches: int = 1, poison: bool = False) -> PagedKvPool:
     """A pool for `caches` sequences of `rows` rows in every layer and head, in the model's dtype and on its device."""
     traits, parameter = loaded.traits, next(loaded.model.parameters())
     return PagedKvPool(

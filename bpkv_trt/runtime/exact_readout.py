@@ -8,8 +8,8 @@ from torch import Tensor
 from bpkv_trt.core.divergence import FisherDivergence
 from bpkv_trt.core.readout import final_readout, fisher_probes
 from bpkv_trt.models.modules import decoder_layers
-from bpkv_trt.runtime.torch_host import LayerCall, Replay, TorchHost
 from bpkv_trt.runtime.step import ReplayStep
+from bpkv_trt.runtime.torch_host import LayerCall, Replay, TorchHost
 
 
 class ExactReadout:

@@ -6,8 +6,8 @@ from torch import Tensor
 from bpkv_trt.core.attention import attention_weights
 from bpkv_trt.core.statistics import QueryMoments
 from bpkv_trt.core.traits import ModelTraits
-from bpkv_trt.pool.pool import PagedKvPool
 from bpkv_trt.pool.plan import CompactionPlan
+from bpkv_trt.pool.pool import PagedKvPool
 from bpkv_trt.runtime.attention import QUERY_BLOCK
 from bpkv_trt.runtime.step import Rope
 
@@ -19,7 +19,9 @@ class ReceivedAttention:
 
     def __init__(self, pool: PagedKvPool, traits: ModelTraits, sequence: int) -> None:
         self.pool, self.traits, self.sequence = pool, traits, sequence
-        self.sums = {(layer, head): torch.zeros(0) for layer in traits.compactable_layers for head in range(traits.kv_heads)}
+        self.sums = {
+            (layer, head): torch.zeros(0) for layer in traits.compactable_layers for head in range(traits.kv_heads)
+        }
 
     def see(self, layer: int, q: Tensor, rope: Rope | None) -> None:
         if layer in self.traits.sliding_layers:
@@ -59,7 +61,7 @@ class ReceivedAttention:
 
 
 class QueryMomentsObserver:
-    """Mean and covariance of the queries before RoPE, over all tokens but the sinks; nothing in it belongs to an entry."""
+    """Mean and covariance of the queries before RoPE, over all tokens but the sinks; no part belongs to an entry."""
 
     needs_rope = True
 

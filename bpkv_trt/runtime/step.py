@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from bpkv_trt.core.traits import ModelTraits
-from bpkv_trt.pool.pool import PagedKvPool
 from bpkv_trt.pool.plan import CompactionPlan
+from bpkv_trt.pool.pool import PagedKvPool
 from bpkv_trt.runtime.attention import AttentionTerms, attend, attend_frozen
 
 ATTENTION_NAME = "bpkv"  # the name under which transformers finds `paged_attention`
@@ -53,7 +53,9 @@ class AppendStep:
     pool: PagedKvPool
     traits: ModelTraits
     chunks: Sequence[Chunk]
-    rope: dict[int, Rope] = field(default_factory=dict)  # per layer, of all packed tokens; only where an observer needs it
+    rope: dict[int, Rope] = field(
+        default_factory=dict
+    )  # per layer, of all packed tokens; only where an observer needs it
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         terms = AttentionTerms.of_layer(self.traits, layer)
@@ -92,7 +94,12 @@ class ReplayStep:
 
 
 def paged_attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function given to transformers; the step that `TorchHost` passes along does the work.
 

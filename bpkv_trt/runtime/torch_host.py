@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from bpkv_trt.core.traits import ModelTraits
 from bpkv_trt.errors import NumericalError
 from bpkv_trt.models.loading import LoadedModel
-from bpkv_trt.models.modules import decoder_layers, final_norm_module
+from bpkv_trt.models.modules import attention_module, decoder_layers, final_norm_module
 from bpkv_trt.models.weights import ModelWeights
 from bpkv_trt.pool.pool import PagedKvPool
 from bpkv_trt.runtime.step import ATTENTION_NAME, AppendStep, Chunk, ReplayStep, Step, paged_attention
@@ -161,14 +161,14 @@ def _watched(modules: Iterable[nn.Module], hook: Callable[..., None]) -> Iterato
             handle.remove()
 
 
-def _rope_kept(model: nn.Module, step: AppendStep) -> AbstractContextManager[None]:
+def _rope_kept(model: PreTrainedModel, step: AppendStep) -> AbstractContextManager[None]:
     """Keep each layer's cos and sin in the step as the layer receives them."""
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cos, sin = kwargs["position_embeddings"]
         step.rope[int(module.layer_idx)] = cos[0], sin[0]  # type: ignore[arg-type]
 
-    return _watched([layer.self_attn for layer in decoder_layers(model)], keep)
+    return _watched([attention_module(layer) for layer in decoder_layers(model)], keep)
 
 
 def _finite(logits: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.readout import DirectReadout
 from bpkv_trt.core.statistics import ForwardStatistics, Readout
 from bpkv_trt.core.topk import topk_distribution
-from bpkv_trt.policies.base import Policy, Requirement
+from bpkv_trt.policies.base import Requirement
 from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.exact_readout import ExactReadout

@@ -8,7 +8,7 @@ NEVER = 1 << 30
 
 
 class MaskedReference:
-    """Logits of a whole token sequence in one forward, each entry hidden from the query index on that it was evicted at."""
+    """Logits of a whole token sequence in one forward; an entry is hidden from the query on that it was evicted at."""
 
     def __init__(self, model: PreTrainedModel, sliding: dict[int, int]) -> None:
         """model: an instance of its own, not the host's; sliding: window by layer."""

@@ -224,7 +224,9 @@ def test_l7_scoring_grows_linearly_and_repeats_no_head(make_engine: MakeEngine, 
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_l8_a_broken_score_evicts_nothing(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+def test_l8_a_broken_score_evicts_nothing(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
     honest = Bpkv.score
 
     def broken(self: Bpkv, *args: Any) -> Tensor:

@@ -45,7 +45,7 @@ class Trail:
 
 
 def follow(engine: Engine, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> list[Trail]:
-    """Encode all prompts as one packed batch, then feed the continuations one token a step, packed as long as they last."""
+    """Encode all prompts as one packed batch, then feed the continuations a token a step, packed while they last."""
     trails = [Trail(engine, engine.open()) for _ in prompts]
     logits = engine.encode([(trail.sequence, prompt) for trail, prompt in zip(trails, prompts, strict=True)])
     for trail, prompt, row in zip(trails, prompts, logits, strict=True):
