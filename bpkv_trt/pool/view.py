@@ -42,7 +42,7 @@ class SequenceView:
         return self.store.positions(self.sequence, layer, head)
 
     def position_table(self) -> Tensor:
-        """[L, Hkv, T] int32 logical positions, T the longest length; -1 beyond a head's end."""
+        """[L, Hkv, T] int32 logical positions, T the longest length, on the host; -1 beyond a head's end."""
         layers, heads = self.lengths.shape
         table = torch.full((layers, heads, int(self.lengths.max())), -1, dtype=torch.int32)
         for layer, head in np.ndindex(layers, heads):

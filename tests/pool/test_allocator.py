@@ -55,15 +55,17 @@ def test_no_request_fails_while_enough_pages_are_free(data: st.DataObject) -> No
     pages = data.draw(st.integers(1, 40))
     allocator, held = PageAllocator(pages), list[int]()
     for _ in range(8):
-        for page in data.draw(st.lists(st.sampled_from(held), unique=True)) if held else []:
+        to_free = data.draw(st.lists(st.sampled_from(held), unique=True)) if held else []
+        for page in to_free:
             allocator.release(np.array([page]))
             held.remove(page)
         count = data.draw(st.integers(0, allocator.free_pages))
-        if held and data.draw(st.booleans()):
+        growing = data.draw(st.booleans())
+        if held and growing:
             taken = [allocator.grow(data.draw(st.sampled_from(held)), count)]
         else:
             share = count // 2 if data.draw(st.booleans()) else data.draw(st.integers(0, count))
-            counts = np.array([share, share if 2 * share == count else count - share])
+            counts = np.array([share, count - share])
             taken = allocator.place(counts, spacing=max(1, int(counts.max()) + data.draw(st.integers(0, 9))))
             assert [head.size for head in taken] == counts.tolist()
         fresh = np.concatenate(taken).tolist()

@@ -221,7 +221,7 @@ class DescendingTiles(PagedKvPool):
         move = self._storage.move
 
         def one_by_one_from_the_end(source: torch.Tensor, target: torch.Tensor) -> None:
-            for loads, stores in zip(reversed(source.split(1)), reversed(target.split(1)), strict=True):
+            for loads, stores in zip(source.flip(0)[:, None], target.flip(0)[:, None], strict=True):
                 move(loads, stores)
 
         self._storage.move = one_by_one_from_the_end  # type: ignore[method-assign]

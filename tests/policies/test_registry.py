@@ -1,0 +1,108 @@
+"""Policies by name, those of other packages included."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from bpkv_trt.config import BpkvConfig
+from bpkv_trt.core.traits import ModelTraits
+from bpkv_trt.errors import ConfigError
+from bpkv_trt.policies.base import Policy
+from bpkv_trt.policies.registry import make_policy, policy_class, policy_names
+
+BUILT_IN = ("bpkv", "full", "random", "streaming_llm", "snapkv", "h2o", "expected_attention")
+TRAITS = ModelTraits(
+    architecture="test",
+    layers=1,
+    query_heads=1,
+    kv_heads=1,
+    head_dim=4,
+    width=4,
+    vocabulary=9,
+    attention_scale=0.5,
+)
+OUTSIDE = '''
+from bpkv_trt.policies.random import Random
+
+class Outside(Random):
+    name = "outside"
+    scopes = frozenset({"head"})
+    regimes = frozenset({"prefill"})
+
+NOT_A_POLICY = 3
+'''
+ENTRY_POINTS = """[bpkv.policies]
+outside = outside_policy:Outside
+gone = outside_policy:Gone
+absent = no_such_module:Policy
+number = outside_policy:NOT_A_POLICY
+full = outside_policy:Outside
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another package with policies, on the path as an installer leaves it."""
+    (tmp_path / "outside_policy.py").write_text(OUTSIDE)
+    information = tmp_path / "outside_policy-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: outside-policy\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(ENTRY_POINTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "outside_policy", raising=False)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_policies_state_their_name_and_source(name: str) -> None:
+    policy = policy_class(name)
+    assert policy.name == name and policy.source
+    assert isinstance(make_policy(BpkvConfig(policy=name), TRAITS), policy)
+
+
+@pytest.mark.parametrize(
+    ("name", "requires"),
+    [
+        ("h2o", {"received_attention"}),
+        ("expected_attention", {"query_moments"}),
+        ("snapkv", {"last_queries"}),
+        ("random", set()),
+        ("streaming_llm", set()),
+        ("full", set()),
+    ],
+)
+def test_policies_say_what_they_require(name: str, requires: set[str]) -> None:
+    assert policy_class(name).requires == requires
+
+
+def test_an_unknown_name_is_refused_with_the_choices() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        make_policy(BpkvConfig(policy="snapvk"), TRAITS)
+    assert "'snapvk'" in str(refusal.value) and all(name in str(refusal.value) for name in BUILT_IN)
+    assert policy_names()[: len(BUILT_IN)] == BUILT_IN
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_installed_package_adds_policies() -> None:
+    assert "outside" in policy_names() and policy_names().count("full") == 1
+    policy = policy_class("outside")
+    assert issubclass(policy, Policy) and policy.__module__ == "outside_policy"
+    assert policy_class("full").__module__ == "bpkv_trt.policies.full"  # a built-in one cannot be replaced
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("name", "reason"), [("gone", "cannot be loaded"), ("absent", "no_such_module"), ("number", "not a subclass")]
+)
+def test_a_broken_registration_is_named(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"The policy {name}, registered as .*{reason}"):
+        policy_class(name)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_scope_or_regime_that_the_policy_cannot_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="scope is global, which the policy outside cannot have: it works with head"):
+        make_policy(BpkvConfig(policy="outside", scope="global"), TRAITS)
+    with pytest.raises(ConfigError, match="regime is prefill,generation, which .* works with prefill only"):
+        make_policy(BpkvConfig(policy="outside", scope="head"), TRAITS)
+    assert make_policy(BpkvConfig(policy="outside", scope="head", regime="prefill"), TRAITS).name == "outside"
