@@ -114,7 +114,9 @@ def _generate(options: argparse.Namespace) -> None:
         verify=options.verify,
     )
     try:
-        from bpkv_trt.generate import run_generate  # torch and transformers are loaded here, not before
+        # torch and transformers are loaded here, not before
+        from bpkv_trt.generate import run_generate
+        from bpkv_trt.policies.registry import policy_class
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "bpkv_trt":
             raise
@@ -122,6 +124,7 @@ def _generate(options: argparse.Namespace) -> None:
             f"bpkv generate needs the Python package {error.name}, which is not installed; install what it needs with "
             "pip install 'bpkv-trt[hf]'. `bpkv doctor` shows what else is missing."
         ) from None
+    policy_class(request.config.policy)  # an unknown one is refused before the model is loaded
     with progress_on(Console(stderr=True)) as progress:
         report: dict[str, Any] = run_generate(request, progress)
     if options.json is not None:

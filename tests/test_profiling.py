@@ -33,7 +33,7 @@ def test_nested_ranges_count_in_both_and_recursion_once(wait: Callable[[int], No
         wait(8)
     seconds = trace.seconds()
     assert (seconds["prefill"], seconds["readout"], seconds["decode"]) == (7.0, 10.0, 0.0)
-    assert list(seconds) == ["prefill", "readout", "score", "select", "compact", "decode", "verify"]
+    assert list(seconds) == ["load", "prefill", "readout", "score", "select", "compact", "decode", "verify"]
     assert [(event.name, event.depth, event.payload) for event in trace.events] == [
         ("readout", 1, None),
         ("prefill", 1, None),

@@ -92,6 +92,7 @@ def test_prompt_files_that_are_not_there(capsys: pytest.CaptureFixture[str], tmp
         ("--sinks", "four", "sinks is 'four'"),
         ("--recent", "7", "recent >= 8"),
         ("--epsilon", "nan", "finite"),
+        ("--policy", "snapkw", "'snapkw', which is not a policy; choose from bpkv, full"),
         ("--memory-limit", "4", "--memory-limit is '4'"),
         ("--config", "absent.yaml", "absent.yaml cannot be read"),
         ("--layer-table", "absent.json", "absent.json cannot be read"),
