@@ -1,25 +1,14 @@
 """From a GGUF file to an ordinary Hugging Face folder."""
 
-import contextlib
-import io
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bpkv_trt.errors import ModelError
+from bpkv_trt.models.checked_weights import checked_weights, progress_only_on_a_terminal
 from bpkv_trt.models.gguf_file import GgufMetadata
 from bpkv_trt.models.gguf_tokenizer import rebuild_tokenizer
-from bpkv_trt.models.weight_check import check_weights
-
-
-@contextlib.contextmanager
-def progress_only_on_a_terminal() -> Iterator[None]:
-    """Keeps the progress bars of transformers out of logs and pipes."""
-    with contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO()):
-        yield
 
 
 def dequantise(source: Path, folder: Path, name: str) -> None:
@@ -38,15 +27,10 @@ def dequantise(source: Path, folder: Path, name: str) -> None:
         raise OSError(f"{source.name} could not be dequantised into it: {error}") from error
 
 
-def _read(source: Path, name: str) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM
-
+def _read(source: Path, name: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
     try:
         tokenizer = rebuild_tokenizer(GgufMetadata(source))
-        with progress_only_on_a_terminal():
-            model, report = AutoModelForCausalLM.from_pretrained(
-                source.parent, gguf_file=source.name, dtype=torch.float32, output_loading_info=True
-            )
+        return tokenizer, checked_weights(name, str(source.parent), torch.float32, gguf_file=source.name)
     except ModelError:
         raise
     except Exception as error:  # a damaged file can fail anywhere in the parsers of gguf and transformers
@@ -55,5 +39,3 @@ def _read(source: Path, name: str) -> tuple[Any, Any]:
             f"The GGUF file of {name!r} ({source.name}) cannot be read ({type(error).__name__}: {detail:.300}). "
             "It is truncated, damaged, or of a kind that this transformers cannot load; fetch it again."
         ) from error
-    check_weights(model, report, name)
-    return tokenizer, model

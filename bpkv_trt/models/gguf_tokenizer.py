@@ -5,10 +5,18 @@ transformers' own conversion is not used: for Gemma it makes a Unigram model of 
 """
 
 from collections.abc import Callable
-from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
-from tokenizers.models import BPE
+from tokenizers import (  # type: ignore[import-untyped]
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+from tokenizers.models import BPE  # type: ignore[import-untyped]
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from bpkv_trt.errors import ModelError
 from bpkv_trt.models.gguf_file import GgufMetadata
@@ -41,13 +49,11 @@ SPLITTERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 }
 
 
-def rebuild_tokenizer(metadata: GgufMetadata) -> Any:
+def rebuild_tokenizer(metadata: GgufMetadata) -> PreTrainedTokenizerBase:
     """A transformers fast tokenizer that splits text as the model was trained to.
 
     ModelError when the file's tokenizer is of a kind that is not known exactly.
     """
-    from transformers import PreTrainedTokenizerFast
-
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise ModelError(
@@ -69,7 +75,7 @@ def rebuild_tokenizer(metadata: GgufMetadata) -> Any:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
         )
-    return PreTrainedTokenizerFast(
+    rebuilt: PreTrainedTokenizerBase = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         bos_token=bos,
         eos_token=token("eos"),
@@ -78,6 +84,7 @@ def rebuild_tokenizer(metadata: GgufMetadata) -> Any:
         chat_template=metadata.get("tokenizer.chat_template"),
         clean_up_tokenization_spaces=False,
     )
+    return rebuilt
 
 
 def _byte_level_bpe(metadata: GgufMetadata, tokens: list[str]) -> Tokenizer:

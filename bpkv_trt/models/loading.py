@@ -1,25 +1,26 @@
 """Loading a model by the name a user types."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from bpkv_trt.core.traits import ModelTraits
 from bpkv_trt.errors import ModelError
 from bpkv_trt.models.catalogue import CATALOGUE, packaged_model
+from bpkv_trt.models.checked_weights import checked_weights
 from bpkv_trt.models.checkpoint_cache import cached_checkpoint
-from bpkv_trt.models.dequantise import progress_only_on_a_terminal
 from bpkv_trt.models.families import family_of
 from bpkv_trt.models.gguf_file import GgufFile
 from bpkv_trt.models.prompt_encoder import PromptEncoder
 from bpkv_trt.models.traits_of import traits_of
-from bpkv_trt.models.weight_check import check_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # what cannot be one is never looked up: that takes long offline
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,7 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Loa
     config = _parsed(name, "configuration", lambda: AutoConfig.from_pretrained(source))
     family = family_of(config)
     tokenizer = _tokenizer(name, source)
-    model = _weights(name, source, DTYPES[dtype])
-    model.to(torch.device(device))
+    model = _parsed(name, "weights", lambda: checked_weights(name, source, DTYPES[dtype])).to(device)
     traits = traits_of(model, vocabulary=max(tokenizer.get_vocab().values()) + 1)
     return LoadedModel(name, model, tokenizer, traits, PromptEncoder(tokenizer, always_bos=family.always_bos))
 
@@ -63,7 +63,11 @@ def _source(name: str) -> str:
         return str(cached_checkpoint(packaged_model(name)))
     if path.is_file():
         return str(cached_checkpoint(GgufFile(path.name, (path,))))
-    return str(path) if path.is_dir() else name
+    if path.is_dir():
+        return str(path)
+    if not HUB_ID.fullmatch(name):
+        raise ModelError(f"There is no model at {name!r}: {_next_step(name)}")
+    return name
 
 
 def _parsed(name: str, what: str, read: Callable[[], Any]) -> Any:
@@ -82,8 +86,8 @@ def _next_step(name: str) -> str:
     if Path(name).expanduser().is_dir():
         return "Check that the directory is a complete Hugging Face model (config.json, tokenizer files, weights)."
     return (
-        f"{name!r} is no file or directory here and none of {', '.join(CATALOGUE)}, so it was looked up as a model id "
-        "of the Hugging Face hub: check the spelling, the network (or the hub's local cache), and access rights."
+        f"{name!r} is no file or directory here and none of {', '.join(CATALOGUE)}. If it is a model id of the Hugging "
+        "Face hub, check its spelling, the network (or the hub's local cache), and access rights."
     )
 
 
@@ -93,15 +97,3 @@ def _tokenizer(name: str, source: str) -> PreTrainedTokenizerBase:
     if len(words) <= 1:  # without tokenizer files transformers 5 makes an empty one and goes on
         raise ModelError(f"{name!r} comes without a tokenizer, so no text can be given to it. {_next_step(name)}")
     return tokenizer
-
-
-def _weights(name: str, source: str, dtype: torch.dtype) -> PreTrainedModel:
-    with progress_only_on_a_terminal():
-        model, report = _parsed(
-            name,
-            "weights",
-            lambda: AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True),
-        )
-    check_weights(model, report, name)
-    loaded: PreTrainedModel = model.eval().requires_grad_(False)
-    return loaded

@@ -33,4 +33,4 @@ def rotary(model: PreTrainedModel) -> nn.Module:
 
 def output_head(model: PreTrainedModel) -> nn.Linear:
     """The output head; its weight is the embedding's where they are tied."""
-    return cast(nn.Linear, model.get_output_embeddings())
+    return cast(nn.Linear, model.get_output_embeddings())  # type: ignore[no-untyped-call]

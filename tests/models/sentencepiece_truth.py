@@ -27,7 +27,7 @@ def _message(field: int, payload: bytes) -> bytes:
 
 
 def sentencepiece_of(metadata: GgufMetadata) -> sentencepiece.SentencePieceProcessor:
-    """A processor for the file's vocabulary; the model is written in protobuf's wire format (sentencepiece_model.proto)."""
+    """A processor for the file's vocabulary; its model is written in protobuf's wire format."""
     tokens, scores, types = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "scores", "token_type"))
     model = bytearray()
     for token, score, kind in zip(tokens, scores, types, strict=True):
@@ -40,6 +40,7 @@ def sentencepiece_of(metadata: GgufMetadata) -> sentencepiece.SentencePieceProce
         _integer(field, metadata.get(f"tokenizer.ggml.{role}_token_id"))
         for field, role in ((41, "bos"), (42, "eos"), (43, "padding"))
     )
-    identity = _message(1, b"identity") + _integer(3, 0) + _integer(4, 0) + _integer(5, 1)  # no dummy prefix, keep spaces
+    # NormalizerSpec: no dummy prefix, extra spaces kept, spaces escaped
+    identity = _message(1, b"identity") + _integer(3, 0) + _integer(4, 0) + _integer(5, 1)
     model += _message(2, trainer) + _message(3, identity)
     return sentencepiece.SentencePieceProcessor(model_proto=bytes(model))

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from tests.models.small_models import SIZES, random_model
 
 BYTES = [f"<0x{value:02X}>" for value in range(256)]
-WORDS = ["\u2581the", "\u2581capital", "\u2581cap", "ital", "it", "al", "\u2581c", "ap", "\u2581t", "he", "\u2581\u2581"]
+WORDS = [*"\u2581the \u2581capital \u2581cap ital it al \u2581c ap \u2581t he \u2581\u2581".split(" ")]
 LETTERS = [*"\u2581abcdefghijklmnopqrstuvwxyz.,"]
 
 
@@ -25,7 +25,7 @@ def vocabulary() -> tuple[list[str], list[float], list[int]]:
 
 def small_llama() -> PreTrainedModel:
     """The model that `write_gguf` writes by default."""
-    return random_model(LlamaConfig(**(SIZES | dict(vocab_size=len(vocabulary()[0]), tie_word_embeddings=False))))
+    return random_model(LlamaConfig(**(SIZES | {"vocab_size": len(vocabulary()[0]), "tie_word_embeddings": False})))
 
 
 def permuted(weight: np.ndarray, heads: int) -> np.ndarray:

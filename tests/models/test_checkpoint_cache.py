@@ -14,7 +14,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tests.models.small_gguf import permuted, small_llama, write_gguf
 from transformers import PreTrainedModel
 
 from bpkv_trt.errors import ModelError
@@ -22,6 +21,7 @@ from bpkv_trt.models import checkpoint_cache
 from bpkv_trt.models.checkpoint_cache import MANIFEST, cached_checkpoint
 from bpkv_trt.models.gguf_file import GgufFile, sha256_of
 from bpkv_trt.models.loading import load_model
+from tests.models.small_gguf import permuted, small_llama, write_gguf
 
 TOKENS = torch.randint(4, 290, (1, 20), generator=torch.Generator().manual_seed(2))
 BUILD = "import sys; from bpkv_trt.models.loading import load_model; load_model(sys.argv[1]); print('loaded')"

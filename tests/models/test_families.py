@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.small_models import SIZES, configurations, random_model
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -20,6 +19,7 @@ from transformers import (
 from bpkv_trt.errors import ModelError
 from bpkv_trt.models.families import FAMILIES, TRANSFORMERS_MAJOR, UNCOVERED, family_of
 from bpkv_trt.models.traits_of import traits_of
+from tests.models.small_models import SIZES, configurations, random_model
 
 
 def test_every_covered_family_has_a_small_model_that_is_tested() -> None:
@@ -46,12 +46,12 @@ def test_uncovered_architectures_are_refused_by_name(config: PretrainedConfig, m
 @pytest.mark.parametrize(
     "switch",
     [
-        dict(partial_rotary_factor=0.5),
-        dict(attention_chunk_size=64),
-        dict(pretraining_tp=2),
-        dict(alibi=True),
-        dict(layer_types=["full_attention", "chunked_attention"]),
-        dict(quantization_config={"quant_method": "bitsandbytes"}),
+        {"partial_rotary_factor": 0.5},
+        {"attention_chunk_size": 64},
+        {"pretraining_tp": 2},
+        {"alibi": True},
+        {"layer_types": ["full_attention", "chunked_attention"]},
+        {"quantization_config": {"quant_method": "bitsandbytes"}},
     ],
 )
 def test_switches_that_change_the_formulas_are_refused(switch: dict[str, Any]) -> None:
@@ -62,7 +62,7 @@ def test_switches_that_change_the_formulas_are_refused(switch: dict[str, Any]) -
         family_of(config)
 
 
-@pytest.mark.parametrize("switch", [dict(use_bidirectional_attention=True), dict(attn_logit_softcapping=50.0)])
+@pytest.mark.parametrize("switch", [{"use_bidirectional_attention": True}, {"attn_logit_softcapping": 50.0}])
 def test_switches_of_gemma_3_that_its_forward_would_not_honour_causally(switch: dict[str, Any]) -> None:
     config = Gemma3TextConfig(**SIZES, head_dim=16)
     for name, value in switch.items():

@@ -3,12 +3,12 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.models.sentencepiece_truth import sentencepiece_of
-from tests.models.small_gguf import small_llama, write_gguf
 
 from bpkv_trt.errors import ModelError
 from bpkv_trt.models.gguf_file import GgufMetadata
 from bpkv_trt.models.gguf_tokenizer import SPLITTERS, rebuild_tokenizer
+from tests.models.sentencepiece_truth import sentencepiece_of
+from tests.models.small_gguf import small_llama, write_gguf
 
 
 class Fields(GgufMetadata):
@@ -73,10 +73,8 @@ def test_text_is_cut_by_the_named_rule(rule: str, text: str, words: list[str]) -
 
 @pytest.mark.parametrize(
     ("fields", "named"),
-    [(dict(model="t5"), "'t5'"), (dict(), "None"), (dict(model="gpt2", pre="tekken", tokens=["a"]), "'tekken'")],
+    [({"model": "t5"}, "'t5'"), ({}, "None"), ({"model": "gpt2", "pre": "tekken", "tokens": ["a"]}, "'tekken'")],
 )
 def test_unknown_kinds_are_refused_by_name(fields: dict[str, object], named: str) -> None:
     with pytest.raises(ModelError, match=named):
         rebuild_tokenizer(Fields(**fields))
-
-

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.models.small_gguf import small_llama, vocabulary, write_gguf
 
 from bpkv_trt.errors import ModelError
 from bpkv_trt.models import catalogue
 from bpkv_trt.models.checkpoint_cache import cached_checkpoint
 from bpkv_trt.models.gguf_file import GgufFile
 from bpkv_trt.models.loading import load_model
+from tests.models.small_gguf import small_llama, vocabulary, write_gguf
 
 WEIGHTS = "model.safetensors"
 
@@ -117,8 +117,8 @@ def test_nan_weights_are_refused(tmp_path: Path, directory: Path) -> None:
 
 
 def test_names_that_are_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for name in ("no/such-model", str(tmp_path / "absent" / "deep" / "model"), "nonsense"):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the variable is read at import
+    for name in ("no/such-model", "two/many/slashes", str(tmp_path / "absent" / "deep" / "model"), "nonsense"):
         assert "no file or directory here and none of smollm2, gemma3-270m" in refusal(name)
     plain = tmp_path / "notes.txt"
     plain.write_text("not a model")

@@ -21,7 +21,7 @@ def tokenizer(template: str | None, adds_bos: bool = True) -> PreTrainedTokenize
     specials = ["<unk>", "<s>", "</s>", "<user>", "<assistant>"]
     words = specials + [*"abcdefg?"]
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(" ", behavior="removed")
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     core.add_special_tokens(specials)
     if adds_bos:
         core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
@@ -60,6 +60,13 @@ def test_continuation_is_the_next_turn_of_the_same_conversation(template: str, a
     assert so_far + encoder.encode_continuation(FURTHER) == whole
 
 
+@pytest.mark.parametrize("template", [WITH_BOS, WITHOUT_BOS])
+def test_an_open_turn_and_its_question_are_one_turn(template: str) -> None:
+    encoder = PromptEncoder(tokenizer(template))
+    in_parts = encoder.encode_open(TEXT) + encoder.encode_continuation(QUESTION, open_turn=True)
+    assert in_parts == encoder.encode_chat(TEXT, QUESTION)
+
+
 def test_a_template_that_hides_answers_cannot_be_continued() -> None:
     with pytest.raises(InputError, match="--question-after"):
         PromptEncoder(tokenizer(FORGETFUL)).encode_continuation(FURTHER)
@@ -72,6 +79,8 @@ def test_without_a_template_text_is_raw() -> None:
     assert words(core, encoder.encode_raw(TEXT)) == "<s> a b c"
     assert encoder.encode_chat(TEXT) == encoder.encode_raw(TEXT)
     assert words(core, encoder.encode_continuation(FURTHER)) == "f g"
+    assert encoder.encode_open(TEXT) == encoder.encode_raw(TEXT)
+    assert encoder.encode_continuation(FURTHER, open_turn=True) == encoder.encode_continuation(FURTHER)
 
 
 def test_bos_is_added_where_the_tokenizer_or_the_family_asks_for_it_and_never_twice() -> None:

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.small_models import configurations, random_model
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -18,6 +17,7 @@ from bpkv_trt.models.modules import (
 )
 from bpkv_trt.models.traits_of import traits_of
 from bpkv_trt.models.weights import ModelWeights
+from tests.models.small_models import configurations, random_model
 
 CONFIGURATIONS = configurations()
 TOKENS = torch.randint(3, 64, (1, 24), generator=torch.Generator().manual_seed(1))
