@@ -60,7 +60,7 @@ def _load(request: GenerateRequest) -> LoadedModel:
 
 
 def _encode(loaded: LoadedModel, request: GenerateRequest) -> Turns:
-    turns = loaded.encoder.encode(request.prompt, request.question, request.question_after, raw=request.raw)
+    turns: Turns = loaded.encoder.encode(request.prompt, request.question, request.question_after, raw=request.raw)
     tokens, known = sum(map(len, turns)), loaded.traits.max_positions
     if tokens + request.max_new_tokens > known and not request.allow_extrapolation:
         raise InputError(

@@ -45,11 +45,13 @@ class LayerCall:
 class TorchHost:
     """Runs one model over many sequences of one pool; packed batches, no padding, no cache of its own."""
 
-    def __init__(self, loaded: LoadedModel, pool: PagedKvPool) -> None:
+    def __init__(self, loaded: LoadedModel, pool: PagedKvPool, replayed: int) -> None:
+        """`replayed`: how many of the last tokens `replay` will be asked for at most."""
         self.model = loaded.model
         self.traits: ModelTraits = loaded.traits
         self.weights = ModelWeights(loaded.model)
         self.pool = pool
+        self.replayed = replayed
         self.tokens: dict[int, list[int]] = {}
         self.model.set_attn_implementation(ATTENTION_NAME)
 
@@ -100,8 +102,11 @@ class TorchHost:
     def replay(self, sequence: int, count: int, evicted: Tensor | None = None) -> Replay:
         """Run the last `count` tokens again, each on its own path, all other K and V frozen; the pool is only read.
 
+        `count` is at most `replayed`: sliding-window layers have dropped what earlier positions would need.
+
         evicted: [L, Hkv, T] bool, rows hidden from attention: the truth that an estimate of their eviction is held to.
         """
+        assert count <= self.replayed
         step = ReplayStep(self.pool, self.traits, sequence, evicted)
         tokens = self.tokens[sequence][-count:]
         length = self.pool.logical_length(sequence)
@@ -144,11 +149,9 @@ class TorchHost:
         for sequence in sequences:
             lengths = self.pool.lengths(sequence)
             for layer in self.traits.sliding_layers:
-                beyond = int(lengths[layer, 0]) - self.traits.sliding_window - self.window_slack
+                beyond = int(lengths[layer, 0]) - self.traits.sliding_window - self.replayed
                 if beyond > 0:
                     self.pool.drop_front(sequence, layer, beyond)
-
-    window_slack = 64  # rows kept beyond the window, so that the scoring positions can be replayed
 
 
 @contextmanager
