@@ -27,5 +27,5 @@ def attention_weights(
 
 
 def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
-    """c tanh(x / c) of scaled logits (Gemma 2), in place; unchanged without a softcap."""
-    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+    """c tanh(x / c) of scaled logits (Gemma 2), overwriting them; unchanged without a softcap."""
+    return logits if softcap is None else logits.div_(softcap).tanh_() * softcap  # tanh's gradient needs its result

@@ -1,0 +1,48 @@
+"""Random-weight models of every covered architecture, wrapped as the loader wraps them; no tokenizer is needed here."""
+
+import copy
+from functools import cache
+from typing import Any, cast
+
+import torch
+from transformers import PreTrainedModel
+
+from bpkv_trt.config import BpkvConfig
+from bpkv_trt.models.loading import LoadedModel
+from bpkv_trt.models.traits_of import traits_of
+from bpkv_trt.runtime.engine import Engine, make_pool
+from tests.models.small_models import configurations, random_model
+
+ARCHITECTURES = tuple(configurations())
+COMPACTABLE = tuple(name for name in ARCHITECTURES if name != "mistral_sliding")  # its layers all have a window
+SMALL: dict[str, Any] = {"sinks": 2, "recent": 12, "positions": 5, "top_k": 16, "page_size": 4, "interval": 8}
+PEAK = 16.0  # of q_proj, or of q_norm where there is one: attention then rests on few entries, as a trained model's
+
+
+@cache
+def wrapped(name: str) -> LoadedModel:
+    model = random_model(configurations()[name])
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        attention.q_proj.weight.mul_(PEAK)
+        if hasattr(attention, "q_norm"):
+            attention.q_norm.weight.mul_(PEAK)
+    return LoadedModel(name, model, cast(Any, None), traits_of(model), cast(Any, None))
+
+
+def plain_copy(name: str) -> PreTrainedModel:
+    """The same weights in a model of its own, which no host has touched."""
+    model = copy.deepcopy(wrapped(name).model)
+    model.set_attn_implementation("eager")
+    return model
+
+
+def engine_of(name: str, rows: int = 200, caches: int = 4, **options: Any) -> Engine:
+    config = BpkvConfig(**{**SMALL, "generation_budget": "14t", **options})
+    loaded = wrapped(name)
+    return Engine(loaded, config, make_pool(loaded, rows, config.page_size, caches=caches, poison=True))
+
+
+def random_tokens(seed: int, count: int) -> list[int]:
+    """Tokens of the small models, none of them special."""
+    return torch.randint(3, 64, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
