@@ -1,8 +1,10 @@
 """From a GGUF file to an ordinary Hugging Face folder."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bpkv_trt.errors import ModelError
@@ -30,7 +32,8 @@ def dequantise(source: Path, folder: Path, name: str) -> None:
 def _read(source: Path, name: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
     try:
         tokenizer = rebuild_tokenizer(GgufMetadata(source))
-        return tokenizer, checked_weights(name, str(source.parent), torch.float32, gguf_file=source.name)
+        options = {"gguf_file": source.name, **_dense()}
+        return tokenizer, checked_weights(name, str(source.parent), torch.float32, **options)
     except ModelError:
         raise
     except Exception as error:  # a damaged file can fail anywhere in the parsers of gguf and transformers
@@ -39,3 +42,9 @@ def _read(source: Path, name: str) -> tuple[PreTrainedTokenizerBase, PreTrainedM
             f"The GGUF file of {name!r} ({source.name}) cannot be read ({type(error).__name__}: {detail:.300}). "
             "It is truncated, damaged, or of a kind that this transformers cannot load; fetch it again."
         ) from error
+
+
+def _dense() -> dict[str, Any]:
+    """Newer releases of transformers 5 leave GGUF weights packed, which cannot be saved, unless told otherwise."""
+    config = getattr(transformers, "GgufConfig", None)
+    return {} if config is None else {"quantization_config": config(dequantize=True)}

@@ -2,7 +2,7 @@
 
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
@@ -29,6 +29,24 @@ def final_norm_module(model: PreTrainedModel) -> nn.Module:
 def rotary(model: PreTrainedModel) -> nn.Module:
     """The rotary embedding, shared by all layers (Gemma 3 keeps two sets of frequencies in it)."""
     return model.get_submodule("model.rotary_emb")
+
+
+def inverse_frequencies(model: PreTrainedModel, layer: int) -> Tensor:
+    """[D / 2] fp32 angles by which one position turns each pair of a layer's query; Gemma 3's windows have their own.
+
+    Read from the rotary module's buffers: its cosines are rounded to the model's type.
+    """
+    kinds = getattr(model.config, "layer_types", None)
+    kind = None if kinds is None else kinds[layer]
+    local = getattr(model.get_submodule("model"), "rotary_emb_local", None)  # transformers 4
+    module = local if local is not None and kind == "sliding_attention" else rotary(model)
+    by_kind = getattr(module, f"{kind}_inv_freq", None)  # transformers 5
+    return cast(Tensor, module.inv_freq if by_kind is None else by_kind).float()
+
+
+def rotates_halves(model: PreTrainedModel) -> bool:
+    """Whether RoPE turns the two halves of a head against each other; Cohere turns neighbours."""
+    return str(model.config.model_type) != "cohere"
 
 
 def output_head(model: PreTrainedModel) -> nn.Linear:
