@@ -80,8 +80,8 @@ class Compactor:
         missing = policy.requires - source.offers
         if missing:
             raise ConfigError(
-                f"The policy {policy.name} needs {', '.join(sorted(missing))}, which this host cannot supply; "
-                "choose another policy or another host."
+                f"The policy {policy.name} needs {', '.join(sorted(missing))}, which this host cannot supply "
+                f"for {traits.architecture} models; choose another policy."
             )
         self.config, self.policy, self.traits, self.pool, self.source = config, policy, traits, pool, source
         self.layer_weights = layer_weights

@@ -65,20 +65,18 @@ class QueryMomentsObserver:
 
     needs_rope = True
 
-    def __init__(self, traits: ModelTraits, sinks: int) -> None:
-        self.traits, self.sinks = traits, sinks
+    def __init__(self, traits: ModelTraits, sinks: int, inverse_frequencies: tuple[Tensor, ...]) -> None:
+        """`inverse_frequencies`: [D / 2] by layer, of a RoPE that turns the halves of a head against each other."""
+        self.traits, self.sinks, self.inverse_frequencies = traits, sinks, inverse_frequencies
         heads, width = traits.query_heads, traits.head_dim
         self.count = [0] * traits.layers
         self.seen = [0] * traits.layers
         self.mean = torch.zeros(traits.layers, heads, width, dtype=torch.float64)
         self.scatter = torch.zeros(traits.layers, heads, width, width, dtype=torch.float64)
-        self.inverse_frequencies: dict[int, Tensor] = {}
 
     def see(self, layer: int, q: Tensor, rope: Rope | None) -> None:
         assert rope is not None
         cos, sin = (side.double() for side in rope)  # [n, D]
-        if layer not in self.inverse_frequencies and cos.shape[0] > 1:
-            self.inverse_frequencies[layer] = _frequencies(cos, sin)
         skip = max(0, self.sinks - self.seen[layer])
         self.seen[layer] += q.shape[1]
         queries = _unrotate(q.double(), cos, sin)[:, skip:]  # [Hq, n, D]
@@ -101,18 +99,10 @@ class QueryMomentsObserver:
 
     def result(self) -> QueryMoments:
         count = torch.tensor(self.count, dtype=torch.float64).clamp_min(1)[:, None, None, None]
-        frequencies = tuple(self.inverse_frequencies[layer] for layer in range(self.traits.layers))
-        return QueryMoments(self.mean.float(), (self.scatter / count).float(), frequencies)
+        return QueryMoments(self.mean.float(), (self.scatter / count).float(), self.inverse_frequencies)
 
 
 def _unrotate(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     # Inverse of q cos + rotate_half(q) sin; the norm cos^2 + sin^2 is not 1 where RoPE scales (YaRN).
     low, high = q.chunk(2, dim=-1)
     return (q * cos - torch.cat([-high, low], dim=-1) * sin) / (cos.square() + sin.square())
-
-
-def _frequencies(cos: Tensor, sin: Tensor) -> Tensor:
-    # [D / 2] fp32: the angle by which one position turns each pair, below pi in every RoPE variant.
-    half = cos.shape[-1] // 2
-    c0, s0, c1, s1 = (side[row, :half] for row in (0, 1) for side in (cos, sin))
-    return torch.atan2(s1 * c0 - c1 * s0, c1 * c0 + s1 * s0).float()

@@ -42,6 +42,7 @@ class Sampler:
         """logits [V] fp32 -> a token id."""
         if self.params.temperature == 0:
             return int(logits.argmax())
-        p, ids = torch.softmax(logits.cpu() / self.params.temperature, dim=-1).sort(descending=True, stable=True)
+        scaled = (logits.cpu().double() - logits.max().item()) / self.params.temperature  # never +inf
+        p, ids = torch.softmax(scaled, dim=-1).sort(descending=True, stable=True)
         nucleus = p.cumsum(0) - p < self.params.top_p  # the smallest set that holds top_p
         return int(ids[torch.multinomial(p * nucleus, 1, generator=self.generator)])

@@ -6,6 +6,7 @@ from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.readout import DirectReadout
 from bpkv_trt.core.statistics import ForwardStatistics, Readout
 from bpkv_trt.core.topk import topk_distribution
+from bpkv_trt.models.modules import inverse_frequencies, rotates_halves
 from bpkv_trt.policies.base import Requirement
 from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.profiling import Trace
@@ -18,19 +19,24 @@ from bpkv_trt.runtime.torch_host import Replay, TorchHost
 class TorchStatistics:
     """What the torch host can tell a policy: a replay of the scoring positions, and what observers saw go by."""
 
-    offers: frozenset[Requirement] = frozenset({"last_queries", "received_attention", "query_moments", "readout"})
-
     def __init__(self, host: TorchHost, config: BpkvConfig, requires: frozenset[Requirement]) -> None:
         self.host, self.config, self.requires = host, config, requires
         self.received: dict[int, ReceivedAttention] = {}
         self.moments: dict[int, QueryMomentsObserver] = {}
+
+    @property
+    def offers(self) -> frozenset[Requirement]:
+        """All that this host can observe; query moments only where RoPE turns halves, as `QueryMoments` means it."""
+        always: frozenset[Requirement] = frozenset({"last_queries", "received_attention", "readout"})
+        return always | {"query_moments"} if rotates_halves(self.host.model) else always
 
     def open(self, sequence: int) -> None:
         """Start observing what the policy requires of a new sequence."""
         if "received_attention" in self.requires:
             self.received[sequence] = ReceivedAttention(self.host.pool, self.host.traits, sequence)
         if "query_moments" in self.requires:
-            self.moments[sequence] = QueryMomentsObserver(self.host.traits, self.config.sinks)
+            frequencies = tuple(inverse_frequencies(self.host.model, layer) for layer in range(self.host.traits.layers))
+            self.moments[sequence] = QueryMomentsObserver(self.host.traits, self.config.sinks, frequencies)
 
     def observers(self, sequence: int) -> list[Observer]:
         """The observers that every chunk of the sequence must pass."""

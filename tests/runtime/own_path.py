@@ -25,6 +25,7 @@ class Observation:
     """What one forward of n tokens showed."""
 
     q: dict[int, Tensor] = field(default_factory=dict)  # by layer [Hq, n, D], post-RoPE
+    unrotated: dict[int, Tensor] = field(default_factory=dict)  # by layer [Hq, n, D], the queries before RoPE
     weights: dict[int, Tensor] = field(default_factory=dict)  # by layer [Hq, n, T]
     context: dict[int, Tensor] = field(default_factory=dict)  # by layer [n, Hq D], input of o_proj
     residual: Tensor = field(default_factory=lambda: torch.empty(0))  # [n, d]
@@ -99,7 +100,14 @@ class OwnPath:
                 _observed.context[index] = context[0]
                 return (context,)
 
-            handles.append(layer.self_attn.register_forward_pre_hook(masked, with_kwargs=True))
+            def keep_query(module: nn.Module, args: Any, output: Tensor, index: int = index) -> None:
+                by_head = output[0].view(stop - start, -1, self.traits.head_dim) if output.dim() == 3 else output[0]
+                heads_first = by_head.shape[0] == self.traits.query_heads
+                _observed.unrotated[index] = by_head if heads_first else by_head.transpose(0, 1)
+
+            attention = layer.self_attn
+            handles.append(getattr(attention, "q_norm", attention.q_proj).register_forward_hook(keep_query))
+            handles.append(attention.register_forward_pre_hook(masked, with_kwargs=True))
             handles.append(output_projection_module(layer).register_forward_pre_hook(shifted))
         try:
             yield

@@ -20,13 +20,17 @@ PEAK = 16.0  # of q_proj, or of q_norm where there is one: attention then rests 
 
 
 @cache
-def wrapped(name: str) -> LoadedModel:
+def wrapped(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
     model = random_model(configurations()[name])
     for layer in model.model.layers:
         attention = layer.self_attn
         attention.q_proj.weight.mul_(PEAK)
         if hasattr(attention, "q_norm"):
             attention.q_norm.weight.mul_(PEAK)
+    frequencies = {key: buffer.clone() for key, buffer in model.named_buffers()}
+    model = model.to(dtype)
+    for key, buffer in model.named_buffers():
+        buffer.data = frequencies[key]  # as from_pretrained leaves them, in fp32
     return LoadedModel(name, model, cast(Any, None), traits_of(model), cast(Any, None))
 
 
@@ -37,9 +41,11 @@ def plain_copy(name: str) -> PreTrainedModel:
     return model
 
 
-def engine_of(name: str, rows: int = 200, caches: int = 4, **options: Any) -> Engine:
+def engine_of(
+    name: str, rows: int = 200, caches: int = 4, dtype: torch.dtype = torch.float32, **options: Any
+) -> Engine:
     config = BpkvConfig(**{**SMALL, "generation_budget": "14t", **options})
-    loaded = wrapped(name)
+    loaded = wrapped(name, dtype)
     return Engine(loaded, config, make_pool(loaded, rows, config.page_size, caches=caches, poison=True))
 
 
