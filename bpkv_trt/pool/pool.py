@@ -266,7 +266,8 @@ class PagedKvPool:
         share = self.free_pages // needed.size  # further apart, and the last layers would find no room
         spacing = max(pages, min(wanted, share))
         self._table.grow(self._table.slots[sequence], needed, spacing, self._allocator)
-        self._forget_placement(sequence)
+        for layer in np.flatnonzero(needed.any(axis=1)).tolist():  # ragged heads grow in turn, a few at a time
+            self._placements[sequence].layouts.pop(layer, None)
 
     def _set_lengths(self, slot: int, lengths: NDArray[np.int64]) -> None:
         self._table.lengths[slot] = lengths
