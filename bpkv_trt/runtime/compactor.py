@@ -107,7 +107,7 @@ class Compactor:
         if "deferred" in self.config.regime and not request.prompt_settled:
             if request.generated < self.config.defer:
                 return None
-            return self._compact_prompt(sequence, request, "deferred", self.config.positions + self.config.defer)
+            return self._compact_prompt(sequence, request, "deferred", self.config.scoring_positions)
         if "generation" in self.config.regime and request.generated % self.config.interval == 0:
             return self._compact_generated(sequence, request)
         return None
@@ -174,6 +174,9 @@ class Compactor:
         """Bring the `counted` [L, Hkv] rows down to the budget; positions from `first` to the recent window may go."""
         if self.policy.evicts_nothing:
             return self._unchanged(sequence, request, regime, f"the policy {self.policy.name} evicts nothing")
+        if not self.traits.compactable_layers:
+            note = "nothing is evicted: every layer of this model attends to a sliding window, outside the budget"
+            return self._unchanged(sequence, request, regime, note)
         quota = quotas(resolved, self.config.scope, counted, self.traits.compactable_layers, self.layer_weights)
         if int(quota.evict.sum()) == 0:
             return self._unchanged(

@@ -12,7 +12,7 @@ WITH_BOS = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 WITHOUT_BOS = WITH_BOS.replace("{{ bos_token }}", "")
-FORGETFUL = "{{ bos_token }}{{ messages[-1]['content'] }}<assistant>"
+SHOUTING = "{{ bos_token }}{{ messages[-1]['content'] | upper }}<assistant>"
 TEXT, QUESTION, FURTHER = "a b c", "d e", "f g"
 
 
@@ -39,48 +39,36 @@ def test_chat_equals_apply_chat_template(template: str) -> None:
     core = tokenizer(template)
     turns = [{"role": "user", "content": f"{TEXT}\n\n{QUESTION}"}]
     expected = core.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
-    ids = PromptEncoder(core).encode_chat(TEXT, QUESTION)
+    (ids,) = PromptEncoder(core).encode(TEXT, QUESTION)
     assert ids == expected
     assert ids.count(1) == (template == WITH_BOS)
 
 
 @pytest.mark.parametrize("template", [WITH_BOS, WITHOUT_BOS])
-@pytest.mark.parametrize("answer", ["", "e e"])
-def test_continuation_is_the_next_turn_of_the_same_conversation(template: str, answer: str) -> None:
+def test_text_and_the_question_after_it_are_one_turn(template: str) -> None:
+    encoder = PromptEncoder(tokenizer(template))
+    text, question = encoder.encode(TEXT, question_after=QUESTION)
+    assert [text + question] == encoder.encode(TEXT, QUESTION)
+    text, question = encoder.encode(TEXT, FURTHER, QUESTION)
+    assert [text + question] == encoder.encode(f"{TEXT} {FURTHER}", QUESTION)
+
+
+def test_a_template_that_hides_the_text_cannot_be_cut() -> None:
+    with pytest.raises(InputError, match="--question-after"):
+        PromptEncoder(tokenizer(SHOUTING)).encode(TEXT, question_after=QUESTION)
+
+
+@pytest.mark.parametrize(("template", "raw"), [(None, False), (WITH_BOS, True)])
+def test_without_a_template_text_is_raw(template: str | None, raw: bool) -> None:
     core = tokenizer(template)
     encoder = PromptEncoder(core)
-    so_far = encoder.encode_chat(TEXT) + core(answer, add_special_tokens=False)["input_ids"]
-    turns = [("user", TEXT), ("assistant", answer), ("user", FURTHER)]
-    whole = core.apply_chat_template(
-        [{"role": role, "content": content} for role, content in turns],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-    )["input_ids"]
-    assert so_far + encoder.encode_continuation(FURTHER) == whole
-
-
-@pytest.mark.parametrize("template", [WITH_BOS, WITHOUT_BOS])
-def test_an_open_turn_and_its_question_are_one_turn(template: str) -> None:
-    encoder = PromptEncoder(tokenizer(template))
-    in_parts = encoder.encode_open(TEXT) + encoder.encode_continuation(QUESTION, open_turn=True)
-    assert in_parts == encoder.encode_chat(TEXT, QUESTION)
-
-
-def test_a_template_that_hides_answers_cannot_be_continued() -> None:
-    with pytest.raises(InputError, match="--question-after"):
-        PromptEncoder(tokenizer(FORGETFUL)).encode_continuation(FURTHER)
-
-
-def test_without_a_template_text_is_raw() -> None:
-    core = tokenizer(None)
-    encoder = PromptEncoder(core)
-    assert not encoder.has_chat_template and encoder.adds_bos
-    assert words(core, encoder.encode_raw(TEXT)) == "<s> a b c"
-    assert encoder.encode_chat(TEXT) == encoder.encode_raw(TEXT)
-    assert words(core, encoder.encode_continuation(FURTHER)) == "f g"
-    assert encoder.encode_open(TEXT) == encoder.encode_raw(TEXT)
-    assert encoder.encode_continuation(FURTHER, open_turn=True) == encoder.encode_continuation(FURTHER)
+    assert encoder.adds_bos
+    (ids,) = encoder.encode(TEXT, QUESTION, raw=raw)
+    assert words(core, ids) == "<s> a b c d e"
+    assert [words(core, part) for part in encoder.encode(TEXT, question_after=QUESTION, raw=raw)] == [
+        "<s> a b c",
+        "d e",
+    ]
 
 
 def test_bos_is_added_where_the_tokenizer_or_the_family_asks_for_it_and_never_twice() -> None:

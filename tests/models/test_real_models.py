@@ -51,19 +51,16 @@ def greedy(loaded: LoadedModel, ids: list[int], tokens: int) -> str:
 
 
 def test_smollm2_answers(smollm2: LoadedModel) -> None:
-    ids = smollm2.encoder.encode_chat("What is the capital of France?")
+    (ids,) = smollm2.encoder.encode("What is the capital of France?")
     bos = smollm2.tokenizer.bos_token_id
     assert ids[0] == bos and ids[1] != bos and not smollm2.adds_bos
     assert greedy(smollm2, ids, 16) == "The capital of France is Paris."
-    further = ids + smollm2.tokenizer("The capital of France is Paris.", add_special_tokens=False)["input_ids"]
-    further += smollm2.encoder.encode_continuation("What is the capital of Italy?")
-    assert greedy(smollm2, further, 16) == "The capital of Italy is Rome."
 
 
-def test_smollm2_answers_a_question_that_ends_an_open_turn(smollm2: LoadedModel) -> None:
-    ids = smollm2.encoder.encode_open("Marta keeps the blue key in the kitchen drawer.")
-    ids += smollm2.encoder.encode_continuation("Where does Marta keep the blue key?", open_turn=True)
-    assert "kitchen drawer" in greedy(smollm2, ids, 24)
+def test_smollm2_answers_a_question_cut_off_from_its_text(smollm2: LoadedModel) -> None:
+    text, question = "Marta keeps the blue key in the kitchen drawer.", "Where does Marta keep the blue key?"
+    before, after = smollm2.encoder.encode(text, question_after=question)
+    assert "kitchen drawer" in greedy(smollm2, before + after, 24)
 
 
 def test_smollm2_text_comes_back_and_digits_stand_alone(smollm2: LoadedModel) -> None:
