@@ -103,10 +103,11 @@ class BpkvConfig(BaseModel):
     def _consistent(self) -> "BpkvConfig":
         if {"prefill", "deferred"} <= set(self.regime):
             raise ConfigError("regime has prefill and deferred, but a prompt is compacted once: choose one of them.")
-        if self.recent < self.positions:
+        if self.recent < self.scoring_positions:
+            defer = f" and defer is {self.defer}" if "deferred" in self.regime else ""
             raise ConfigError(
-                f"recent is {self.recent} and positions is {self.positions}, but the scoring positions must lie within "
-                f"the recent window: give recent >= {self.positions}, or fewer positions."
+                f"recent is {self.recent} and positions is {self.positions}{defer}, but the scoring positions must lie "
+                f"within the recent window: give recent >= {self.scoring_positions}, or fewer positions."
             )
         if self.generation_budget.kind != "tokens":
             raise ConfigError(
@@ -124,6 +125,11 @@ class BpkvConfig(BaseModel):
                 f"{name} is {budget}, but {protected} tokens per head are protected ({what}): give at least "
                 f"{protected}t, or protect fewer."
             )
+
+    @property
+    def scoring_positions(self) -> int:
+        """The most positions that one compaction preserves: a deferred one also scores the tokens decoded before it."""
+        return self.positions + self.defer if "deferred" in self.regime else self.positions
 
     @property
     def protected(self) -> int:

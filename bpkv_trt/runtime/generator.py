@@ -72,6 +72,7 @@ class Generator:
         """Encode the prompts of newly admitted requests, else decode one token of every running one.
 
         Returns the requests that gained a token. If the batch fails, all of it is aborted and the error raised.
+        Raises PoolExhausted where nothing runs and yet the pool has no room, because others hold its pages.
         """
         admitted = self._admit()
         batch = admitted or list(self.running)
@@ -117,6 +118,11 @@ class Generator:
             if promised > pool.free_pages:
                 break
             admitted.append(self.waiting.popleft())
+        if self.waiting and not admitted and not self.running:
+            raise PoolExhausted(
+                f"The next request needs {promised} pages, and {pool.free_pages} of {pool.pages} are free: the others "
+                "are held outside this generator. Close those sequences, or give a larger pool."
+            )
         for request in admitted:
             request.sequence = self.engine.open(request.rows_to_come)
         self.running += admitted
