@@ -76,7 +76,7 @@ def _engine(loaded: LoadedModel, request: GenerateRequest, turns: Turns, trace: 
     rows = prompt + request.max_new_tokens
     caches = 2 if request.verify else 1  # the full cache stands beside the compacted one
     page_size = request.config.page_size
-    needed = caches * pool_bytes(loaded, rows, page_size) + activation_bytes(loaded, max(map(len, turns)))
+    needed = caches * pool_bytes(loaded, rows, page_size) + activation_bytes(loaded, prompt, request.config)
     require_memory(needed, loaded.model.device, request.memory_limit)
     engine = Engine(loaded, request.config, make_pool(loaded, rows, page_size, caches=caches), trace)
     engine.compactor.resolve_prompt(len(turns[0]))  # a budget that cannot be honoured is refused before the run

@@ -3,20 +3,42 @@
 import psutil
 import torch
 
+from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import InputError
 from bpkv_trt.models.loading import LoadedModel
+from bpkv_trt.runtime.attention import QUERY_BLOCK
+
+FP32, INT64 = 4, 8  # bytes
 
 
-def activation_bytes(loaded: LoadedModel, tokens: int) -> int:
-    """An upper estimate of what one forward of `tokens` tokens holds at once, beside weights and cache.
+def activation_bytes(loaded: LoadedModel, tokens: int, config: BpkvConfig) -> int:
+    """An upper estimate of what a run over `tokens` tokens holds at once, beside weights and cache.
 
-    The widest moment is a layer's MLP (gate, up and their product) or its attention (queries, context, K and V with
-    their rotated copies), on top of four residual-sized tensors.
+    The prompt's forward and the scoring after it follow one another, so the larger of them counts.
+    """
+    scoring = _exact_scoring_bytes(loaded, tokens, config) if config.readout == "exact" else 0
+    return max(_forward_bytes(loaded, tokens), scoring)
+
+
+def _forward_bytes(loaded: LoadedModel, tokens: int) -> int:
+    """The widest moment is a layer's MLP (gate, up and their product) or its attention (queries, context, K and V with
+    their rotated copies), on top of five residual-sized tensors and two sets of cos and sin.
+
+    A softcapped attention cannot be fused: five tensors of weights exist for a block of queries.
     """
     config, traits = loaded.model.config, loaded.traits
     attention = 3 * traits.head_dim * (traits.query_heads + traits.kv_heads)
     widest = max(3 * int(config.intermediate_size), attention)
-    return tokens * (4 * traits.width + widest) * next(loaded.model.parameters()).element_size()
+    per_token = (5 * traits.width + widest) * next(loaded.model.parameters()).element_size()
+    per_token += 4 * FP32 * traits.head_dim + 4 * INT64  # cos and sin; ids and positions
+    logits = 3 * FP32 * int(config.vocab_size)  # as the head gives them, in fp32, and while they are checked
+    weights = 5 * FP32 * traits.query_heads * min(QUERY_BLOCK, tokens) if traits.attention_softcap is not None else 0
+    return tokens * (per_token + weights) + logits
+
+
+def _exact_scoring_bytes(loaded: LoadedModel, tokens: int, config: BpkvConfig) -> int:
+    # One layer's backward holds about five gradients of its attention weights, for all probes at once.
+    return 5 * FP32 * config.probes * config.scoring_positions * loaded.traits.query_heads * tokens
 
 
 def pool_bytes(loaded: LoadedModel, rows: int, page_size: int) -> int:
