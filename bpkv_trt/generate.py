@@ -35,11 +35,12 @@ def run_generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]
     engine = _engine(loaded, request, turns, trace)
     answer = _answer(engine, turns, sampling, progress)
     report = _report(request, loaded, turns, answer, engine)
+    seconds = trace.seconds()  # before the verification scores and compacts once more
     if request.verify:
         progress.stage("verify", request.max_new_tokens)
         checked = verify(engine, turns, sampling.stop_tokens, request.max_new_tokens, progress.advance)
         report["verify"] = asdict(checked)
-    report["timings_s"] = trace.seconds()
+    report["timings_s"] = seconds | {"verify": trace.seconds()["verify"]}
     return report
 
 

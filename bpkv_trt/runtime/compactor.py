@@ -177,6 +177,10 @@ class Compactor:
         if not self.traits.compactable_layers:
             note = "nothing is evicted: every layer of this model attends to a sliding window, outside the budget"
             return self._unchanged(sequence, request, regime, note)
+        if not self.traits.compactable_layers:
+            note = "every layer of the model has a sliding window, and such entries stand outside the budget"
+            return self._unchanged(sequence, request, regime, note)
+        counted = counted.to(self.pool.keys.device)
         quota = quotas(resolved, self.config.scope, counted, self.traits.compactable_layers, self.layer_weights)
         if int(quota.evict.sum()) == 0:
             return self._unchanged(
@@ -232,7 +236,7 @@ class Compactor:
         eligible = (positions >= first) & (positions < view.logical_length - self.config.recent)
         for layer in self.traits.sliding_layers:
             eligible[layer] = False
-        return eligible
+        return eligible.to(self.pool.keys.device)
 
     def _unchanged(self, sequence: int, request: _Request, regime: Regime, note: str) -> CompactionEvent:
         entries, size = self.size_of(sequence)

@@ -27,7 +27,7 @@ class Engine:
         policy = make_policy(config, traits)
         weights = None if config.layer_table is None else LayerTable.load(config.layer_table).weights_for(traits.layers)
         self.trace = trace or Trace()
-        self.host = TorchHost(loaded, pool, replayed=config.positions + config.defer)
+        self.host = TorchHost(loaded, pool, replayed=config.scoring_positions)
         self.statistics = TorchStatistics(self.host, config, policy.requires)
         self.compactor = Compactor(config, policy, traits, pool, self.statistics, weights, self.trace)
 

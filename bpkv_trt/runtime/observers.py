@@ -20,7 +20,9 @@ class ReceivedAttention:
     def __init__(self, pool: PagedKvPool, traits: ModelTraits, sequence: int) -> None:
         self.pool, self.traits, self.sequence = pool, traits, sequence
         self.sums = {
-            (layer, head): torch.zeros(0) for layer in traits.compactable_layers for head in range(traits.kv_heads)
+            (layer, head): pool.keys.new_zeros(0, dtype=torch.float32)
+            for layer in traits.compactable_layers
+            for head in range(traits.kv_heads)
         }
 
     def see(self, layer: int, q: Tensor, rope: Rope | None) -> None:
@@ -71,8 +73,9 @@ class QueryMomentsObserver:
         heads, width = traits.query_heads, traits.head_dim
         self.count = [0] * traits.layers
         self.seen = [0] * traits.layers
-        self.mean = torch.zeros(traits.layers, heads, width, dtype=torch.float64)
-        self.scatter = torch.zeros(traits.layers, heads, width, width, dtype=torch.float64)
+        zero = torch.zeros((), dtype=torch.float64, device=inverse_frequencies[0].device)
+        self.mean = zero.repeat(traits.layers, heads, width)
+        self.scatter = zero.repeat(traits.layers, heads, width, width)
 
     def see(self, layer: int, q: Tensor, rope: Rope | None) -> None:
         assert rope is not None
@@ -98,7 +101,7 @@ class QueryMomentsObserver:
         """Queries are not entries: an eviction changes nothing here."""
 
     def result(self) -> QueryMoments:
-        count = torch.tensor(self.count, dtype=torch.float64).clamp_min(1)[:, None, None, None]
+        count = self.mean.new_tensor(self.count).clamp_min(1)[:, None, None, None]
         return QueryMoments(self.mean.float(), (self.scatter / count).float(), self.inverse_frequencies)
 
 

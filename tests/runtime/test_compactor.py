@@ -58,21 +58,18 @@ def test_generation_waits_for_a_deferred_compaction() -> None:
 def test_each_budget_is_exact_at_its_time(regime: str, scope: str) -> None:
     """The prompt's right after its compaction; the answer's after each interval, whatever the prompt has left."""
     trail = driven(regime=regime, scope=scope)
-    traits, heads = trail.engine.host.traits, trail.engine.host.traits.layers * trail.engine.host.traits.kv_heads
+    heads = trail.engine.host.traits.layers * trail.engine.host.traits.kv_heads
     for event in trail.events:
         if event.regime in ("prefill", "deferred"):
             assert event.entries_after == int((len(PROMPT) + event.step) * 0.4) * heads
     positions = trail.engine.pool.view(trail.sequence).position_table()
-    recent_or_later = positions >= len(PROMPT)
     after_last = 30 - trail.events[-1].step
-    assert int(recent_or_later.sum()) == (14 + after_last) * heads
-    assert traits.sliding_layers == frozenset()
+    assert int((positions >= len(PROMPT)).sum()) == (14 + after_last) * heads
 
 
 @pytest.mark.parametrize("regime", ["generation", "prefill,generation", "deferred,generation"])
 def test_the_recent_window_is_never_touched_and_nor_is_the_prompt_by_the_generation_regime(regime: str) -> None:
     engine = engine_of("llama", regime=regime, budget="0.4", defer=5, scope="global")
-    kept = set[int]()
     (trail,) = follow(engine, [PROMPT], [[]])
     settled: list[int] | None = None
     for step, token in enumerate(random_tokens(2, 26), start=1):
@@ -80,9 +77,9 @@ def test_the_recent_window_is_never_touched_and_nor_is_the_prompt_by_the_generat
         event = engine.compactor.on_generation_step_end(trail.sequence)
         positions = engine.pool.view(trail.sequence).position_table()
         logical = len(PROMPT) + step
-        kept = set(range(logical - SMALL["recent"], logical))
+        protected = {*range(SMALL["sinks"]), *range(logical - SMALL["recent"], logical)}
         for head in positions.flatten(0, 1).tolist():
-            assert kept <= set(head) and set(range(SMALL["sinks"])) <= set(head)
+            assert protected <= set(head)
         of_prompt = [sum(0 <= p < len(PROMPT) for p in head) for head in positions.flatten(0, 1).tolist()]
         if event is not None and event.regime == "deferred" or settled is None and "deferred" not in regime:
             settled = of_prompt
@@ -131,8 +128,8 @@ def table(path: Path, weights: list[float]) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("scope", "counts"), [("head", 20), ("layer", 40)])
-def test_a_layer_table_shares_the_budget_out(tmp_path: Path, scope: str, counts: int) -> None:
+@pytest.mark.parametrize("scope", ["head", "layer"])
+def test_a_layer_table_shares_the_budget_out(tmp_path: Path, scope: str) -> None:
     """0.4 of 50 tokens is 20 per head: 1 : 1 gives both layers as much, 2 : 3 gives 16 and 24."""
     for weights, share in (([1, 1], (20, 20)), ([2, 3], (16, 24)), ([6, 4], (24, 16)), ([1, 100], (14, 26))):
         options = {"layer_table": table(tmp_path / "table.json", weights), "scope": scope, "regime": "prefill"}
@@ -178,8 +175,6 @@ def test_a_policy_that_needs_what_the_host_does_not_offer_is_refused_by_name(pol
     with pytest.raises(ConfigError) as refusal:
         Compactor(config, chosen, engine.host.traits, engine.pool, Bare())  # type: ignore[arg-type]
     assert policy in str(refusal.value) and all(need in str(refusal.value) for need in chosen.requires)
-    if chosen.requires <= {"last_queries"}:
-        return
 
 
 def test_a_policy_that_needs_nothing_special_runs_on_any_host() -> None:

@@ -63,7 +63,7 @@ def test_a_request_does_not_notice_the_others_of_its_batch(name: str, policy: st
     assert len({tuple(answer) for answer in together}) == len(together)
 
 
-@pytest.mark.parametrize("policy", ["bpkv", "h2o", "expected_attention"])
+@pytest.mark.parametrize("policy", ["bpkv", "h2o"])
 def test_requests_in_any_order_through_one_object(policy: str) -> None:
     engine = engine_of("llama", policy=policy, budget="0.4", readout="exact")
     generator, params = Generator(engine), {0: GREEDY, 1: sampled(1), 2: sampled(2)}

@@ -97,7 +97,9 @@ def test_the_pool_is_only_read(name: str) -> None:
 @pytest.mark.parametrize("name", ["mistral_sliding", "gemma3"])
 def test_many_positions_far_beyond_the_window(name: str) -> None:
     """As many positions as the configuration allows, after the rows behind the window were freed."""
-    engine = engine_of(name, policy="full", positions=80, recent=100, defer=20, generation_budget="100t")
+    engine = engine_of(
+        name, policy="full", regime="deferred", positions=80, recent=100, defer=20, generation_budget="100t"
+    )
     (trail,) = follow(engine, [random_tokens(1, 120)], [[5, 6, 7]])
     path = OwnPath(name, trail.tokens)
     replay = engine.host.replay(trail.sequence, 100)
