@@ -122,11 +122,6 @@ class Compactor:
         )
         return self._unchanged(sequence, request, "deferred", note)
 
-    def on_request_fork(self, sequence: int, copy: int) -> None:
-        """`copy` continues from where `sequence` is."""
-        request = self.requests[sequence]
-        self.requests[copy] = _Request(request.prompt_length, request.generated, request.prompt_settled)
-
     def resolve_prompt(self, tokens: int) -> ResolvedBudget:
         """What the budget means for a prompt of so many tokens; raises ConfigError where it cannot be honoured."""
         return self._resolve(self.config.budget, tokens, self.config.protected)
@@ -174,9 +169,6 @@ class Compactor:
         """Bring the `counted` [L, Hkv] rows down to the budget; positions from `first` to the recent window may go."""
         if self.policy.evicts_nothing:
             return self._unchanged(sequence, request, regime, f"the policy {self.policy.name} evicts nothing")
-        if not self.traits.compactable_layers:
-            note = "nothing is evicted: every layer of this model attends to a sliding window, outside the budget"
-            return self._unchanged(sequence, request, regime, note)
         if not self.traits.compactable_layers:
             note = "every layer of the model has a sliding window, and such entries stand outside the budget"
             return self._unchanged(sequence, request, regime, note)

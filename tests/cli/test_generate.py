@@ -1,4 +1,4 @@
-"""`bpkv generate` end to end on a trained model: the report's every number, and what is refused once a model is known."""
+"""`bpkv generate` end to end on a trained model: its report, and what is refused once a model is known."""
 
 import json
 import shutil
@@ -94,8 +94,9 @@ def test_three_ways_to_say_a_budget_keep_the_same(tmp_path: Path, long_text: str
     per_head = whole["prompt_tokens"] // 4
     size = LAYERS * KV_HEADS * per_head * 2 * HEAD_DIM * 4
     for same in (f"{per_head}t", f"{(size + 999) / 1000:.3f}kB"):
-        assert generate(tmp_path, long_text, "--budget", same)["budget"]["entries_kept"] == (
-            whole["budget"]["entries_kept"]
+        assert (
+            generate(tmp_path, long_text, "--budget", same)["budget"]["entries_kept"]
+            == (whole["budget"]["entries_kept"])
         )
 
 

@@ -13,7 +13,6 @@ from bpkv_trt.policies.registry import make_policy
 from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.pool.view import SequenceView
 from bpkv_trt.runtime.compactor import CompactionEvent, Compactor
-from bpkv_trt.runtime.engine import Engine
 from tests.runtime.random_models import COMPACTABLE, SMALL, engine_of, random_tokens, wrapped
 from tests.runtime.trail import Trail, follow
 
@@ -234,13 +233,3 @@ def test_events_count_what_the_pool_holds(name: str) -> None:
     assert first.covered_mass is not None and 0 < first.covered_mass <= 1
     assert set(first.seconds) == {"readout", "score", "select", "compact"}
     assert all(seconds > 0 for seconds in first.seconds.values())
-
-
-def test_a_fork_goes_on_where_the_original_was() -> None:
-    engine: Engine = engine_of("llama", budget="0.4", regime="deferred,generation", defer=5)
-    (trail,) = follow(engine, [PROMPT], [random_tokens(2, 3)])
-    copy = engine.host.fork(trail.sequence)
-    engine.compactor.on_request_fork(trail.sequence, copy)
-    steps = [[engine.compactor.on_generation_step_end(each) for _ in range(2)][-1] for each in (trail.sequence, copy)]
-    assert all(event is not None and (event.regime, event.step) == ("deferred", 5) for event in steps)
-    assert (engine.pool.lengths(copy) == engine.pool.lengths(trail.sequence)).all()
