@@ -89,7 +89,7 @@ def _visible(queries: int, length: int, window: int | None, device: torch.device
 
 
 def _weights(logits: Tensor, visible: Tensor, terms: AttentionTerms) -> Tensor:
-    """Raw q.k in fp32 [H, G, n, T] -> attention weights."""
+    """Raw q.k in fp32 [..., n, T] -> attention weights."""
     logits = softcapped(logits * terms.scale, terms.softcap)
     return torch.softmax(logits.masked_fill(~visible, float("-inf")), dim=-1)
 
@@ -102,34 +102,30 @@ def attend_frozen(
     q: [Hq, M, D]; k, v: [Hkv, M, D], the tokens' own, used on the diagonal only: what other positions read of them is
     the cached row. evicted: [Hkv, T] bool, rows that no position sees. Returns [Hq, M, D] in q's dtype.
     """
-    if rows.uniform is not None:
-        return _attend_frozen_heads(q, k, v, *rows.uniform, terms, evicted)
     group = q.shape[0] // len(rows.lengths)
-    heads = []
+    contexts = []
     for head in range(len(rows.lengths)):
-        cached_k, cached_v = rows.head(head)
-        mine = slice(head * group, (head + 1) * group)
-        one = slice(head, head + 1)
-        gone = None if evicted is None else evicted[one]
-        heads.append(_attend_frozen_heads(q[mine], k[one], v[one], cached_k[None], cached_v[None], terms, gone))
-    return torch.cat(heads)
+        queries = q[head * group : (head + 1) * group]
+        gone = None if evicted is None else evicted[head]
+        contexts.append(_attend_frozen_head(queries, k[head], v[head], *rows.head(head), terms, gone))
+    return torch.cat(contexts)
 
 
-def _attend_frozen_heads(
+def _attend_frozen_head(
     q: Tensor, k: Tensor, v: Tensor, cached_k: Tensor, cached_v: Tensor, terms: AttentionTerms, evicted: Tensor | None
 ) -> Tensor:
-    # q [H * G, M, D]; k, v [H, M, D]; cached [H, T, D]
-    heads, length, _ = cached_k.shape
-    m = q.shape[1]
-    grouped = q.reshape(heads, -1, *q.shape[1:]).float()  # [H, G, M, D]
+    # q [G, M, D]; k, v [M, D]; cached [T, D]. Plain matrix products: batched ones would, under a batched backward,
+    # copy K and V once per probe.
+    m, length = q.shape[1], cached_k.shape[0]
+    queries = q.float()
     own = torch.arange(length - m, length, device=q.device)
     diagonal = own[:, None] == torch.arange(length, device=q.device)  # [M, T]
     visible = _visible(m, length, terms.window, q.device)
     if evicted is not None:
-        visible = visible & ~evicted[:, None, None, :length]
-    own_logit = (grouped * k[:, None].float()).sum(-1, keepdim=True)  # [H, G, M, 1]
-    cached = (grouped.flatten(1, 2) @ cached_k.float().mT).view(*grouped.shape[:3], length)  # [H, G, M, T]
+        visible = visible & ~evicted[:length]
+    own_logit = (queries * k.float()).sum(-1, keepdim=True)  # [G, M, 1]
+    cached = (queries.flatten(0, 1) @ cached_k.float().T).view(-1, m, length)  # [G, M, T]
     weights = _weights(torch.where(diagonal, own_logit, cached), visible, terms)
-    others = (weights.masked_fill(diagonal, 0.0).flatten(1, 2) @ cached_v.float()).view_as(grouped)
-    own_weight = weights.gather(-1, own[:, None].expand(*weights.shape[:3], 1))
-    return (others + own_weight * v[:, None].float()).reshape(q.shape).to(q.dtype)
+    others = (weights.masked_fill(diagonal, 0.0).flatten(0, 1) @ cached_v.float()).view_as(queries)
+    own_weight = weights.gather(-1, own[:, None].expand(*weights.shape[:2], 1))
+    return (others + own_weight * v.float()).to(q.dtype)

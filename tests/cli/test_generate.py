@@ -122,7 +122,7 @@ def test_a_prompt_beyond_the_model_s_positions_is_refused_unless_allowed(
     [
         (("--budget", "10t"), "protected"),
         (("--budget", "9kB"), "protected"),
-        (("--policy", "snapkv", "--readout", "exact", "--scope", "everywhere"), "head, layer"),
+        (("--scope", "everywhere"), "'head', 'layer' or 'global'"),
         (("--memory-limit", "1MiB"), "more than the limit given"),
         (("--regime", "prefill,deferred"), "choose one"),
         (("--max-new-tokens", "0"), "max_new_tokens"),

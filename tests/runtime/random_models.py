@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.models.loading import LoadedModel
@@ -21,7 +21,12 @@ PEAK = 16.0  # of q_proj, or of q_norm where there is one: attention then rests 
 
 @cache
 def wrapped(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
-    model = random_model(configurations()[name])
+    return peaked(name, configurations()[name], dtype)
+
+
+def peaked(name: str, config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    """A model of any configuration, with attention that rests on few entries."""
+    model = random_model(config)
     for layer in model.model.layers:
         attention = layer.self_attn
         attention.q_proj.weight.mul_(PEAK)
@@ -44,8 +49,11 @@ def plain_copy(name: str) -> PreTrainedModel:
 def engine_of(
     name: str, rows: int = 200, caches: int = 4, dtype: torch.dtype = torch.float32, **options: Any
 ) -> Engine:
+    return engine_on(wrapped(name, dtype), rows, caches, **options)
+
+
+def engine_on(loaded: LoadedModel, rows: int = 200, caches: int = 4, **options: Any) -> Engine:
     config = BpkvConfig(**{**SMALL, "generation_budget": "14t", **options})
-    loaded = wrapped(name, dtype)
     return Engine(loaded, config, make_pool(loaded, rows, config.page_size, caches=caches, poison=True))
 
 
