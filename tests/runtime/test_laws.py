@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
@@ -83,6 +84,21 @@ def test_l2_holds_for_every_policy(make_engine: MakeEngine, name: str, policy: s
     for trail in follow(make_engine(name, policy=policy, scope="head", budget="0.3"), *batch(name)):
         assert trail.events[0].entries_after < trail.events[0].entries_before
         assert worst_gap(trail, reference(name).logits(trail.tokens, trail.hidden_from())) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "length"), [("smollm2", 220), ("gemma3-270m", 540)])  # past Gemma's window of 512
+def test_l1_and_l2_on_real_models(make_engine: MakeEngine, name: str, length: int) -> None:
+    tokens = loaded(name).encoder.encode_raw(topics["try"])[: length + 24]
+    prompt, more = [tokens[:length]], [tokens[length:]]
+    options = {"regime": "prefill,generation", "interval": 12, "generation_budget": "16t", "rows": length + 24}
+    (kept,) = follow(make_engine(name, **{**options, "generation_budget": "999t"}, budget="1.0"), prompt, more)
+    (full,) = follow(make_engine(name, **options, policy="full"), prompt, more)
+    assert all(torch.equal(kept.logits[index], full.logits[index]) for index in full.logits)
+    (trail,) = follow(make_engine(name, **options, budget="0.2"), prompt, more)
+    assert [event.regime for event in trail.events] == ["prefill", "generation", "generation"]
+    assert trail.events[0].entries_after < trail.events[0].entries_before / 4
+    assert worst_gap(trail, reference(name).logits(trail.tokens, trail.hidden_from())) < 1e-5
 
 
 @pytest.mark.parametrize("name", TRAINED)
