@@ -1,8 +1,4 @@
-"""Exact budgets: the grammar, and how many entries each unit of competition must give up.
-
-Counting is done in integers and exact fractions. torch is imported only where tensors are made, because the command
-line checks budgets on installations that have no torch.
-"""
+"""Exact budgets: the grammar, and how many entries stay; counted in integers and exact fractions, without torch."""
 
 import re
 from bisect import bisect_left
@@ -10,12 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from bpkv_trt.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 BudgetKind = Literal["fraction", "tokens", "bytes"]
 Scope = Literal["head", "layer", "global"]
@@ -157,48 +150,3 @@ def allocate(total: int, weights: Sequence[float], floor: int, cap: int) -> list
     for index in sorted(range(len(kept)), key=lambda i: -remainders[i])[: total - sum(kept)]:
         kept[index] += 1
     return kept
-
-
-@dataclass(frozen=True)
-class Quota:
-    """How many entries to evict, by unit: the heads that compete with one another share a unit."""
-
-    unit: "Tensor"  # [L, Hkv] int64, the unit of every head; -1 for heads outside the budget
-    evict: "Tensor"  # [U] int64
-
-
-def quotas(
-    resolved: ResolvedBudget,
-    scope: Scope,
-    lengths: "Tensor",
-    compactable: Sequence[int],
-    layer_weights: Sequence[float] | None = None,
-) -> Quota:
-    """How many entries every unit must evict to reach the budget from `lengths` [L, Hkv], the rows each head has now.
-
-    With `layer_weights` (one per layer of the model) layers keep rows in proportion to them, never below the protected
-    rows and never above the sequence; in `global` scope counts follow the scores, so the weights do not enter here.
-    A unit that already holds no more than its share evicts nothing.
-    """
-    import torch
-
-    heads = lengths.shape[1]
-    layers = torch.tensor(list(compactable), dtype=torch.int64)
-    unit = torch.full(lengths.shape, -1, dtype=torch.int64)
-    keep = torch.full((len(layers),), resolved.per_head, dtype=torch.int64)  # per head, by compactable layer
-    if layer_weights is not None and scope != "global" and len(layers):
-        assert len(layer_weights) == lengths.shape[0]
-        weights = [layer_weights[layer] for layer in compactable]
-        keep = torch.tensor(allocate(int(keep.sum()), weights, resolved.protected, resolved.tokens))
-    rows = lengths.to("cpu", torch.int64)[layers]  # [compactable, Hkv]
-    match scope:
-        case "head":
-            unit[layers] = torch.arange(rows.numel()).view_as(rows)
-            surplus = (rows - keep[:, None]).flatten()
-        case "layer":
-            unit[layers] = torch.arange(len(layers))[:, None].expand_as(rows)
-            surplus = rows.sum(dim=1) - heads * keep
-        case "global":
-            unit[layers] = 0
-            surplus = (rows.sum() - heads * keep.sum())[None]
-    return Quota(unit.to(lengths.device), surplus.clamp(min=0).to(lengths.device))

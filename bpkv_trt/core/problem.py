@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from bpkv_trt.core.budget import Quota
 from bpkv_trt.core.divergence import Divergence
 from bpkv_trt.core.evidence import HeadSource
+from bpkv_trt.core.quota import Quota
 
 
 @dataclass(frozen=True)

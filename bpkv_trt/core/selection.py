@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bpkv_trt.core.budget import Quota
+from bpkv_trt.core.quota import Quota
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bpkv_trt.core.budget import Quota
 from bpkv_trt.core.divergence import Divergence
 from bpkv_trt.core.evidence import HeadSource, mask_shift
 from bpkv_trt.core.problem import SelectionProblem
+from bpkv_trt.core.quota import Quota
 from bpkv_trt.core.refinement import refine_mask
 from bpkv_trt.core.selection import Selection, count_by_unit, lowest_scores
 from bpkv_trt.core.stability import admissible_walk

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from bpkv_trt.config import BpkvConfig
-from bpkv_trt.core.budget import Quota
+from bpkv_trt.core.quota import Quota
 from bpkv_trt.core.selection import Selection, lowest_scores
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.core.traits import ModelTraits

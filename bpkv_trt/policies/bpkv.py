@@ -4,8 +4,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from bpkv_trt.core.budget import Quota
 from bpkv_trt.core.evidence import EvidenceSource, score_entries
+from bpkv_trt.core.quota import Quota
 from bpkv_trt.core.selection import Selection
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.core.two_stage import two_stage

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from bpkv_trt.config import BpkvConfig, Regime
-from bpkv_trt.core.budget import Budget, ResolvedBudget, quotas, resolve
+from bpkv_trt.core.budget import Budget, ResolvedBudget, resolve
+from bpkv_trt.core.quota import quotas
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.core.traits import ModelTraits
 from bpkv_trt.errors import ConfigError

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bpkv_trt.core.budget import Budget, ResolvedBudget, allocate, parse_bytes, quotas, resolve
+from bpkv_trt.core.budget import Budget, ResolvedBudget, allocate, parse_bytes, resolve
+from bpkv_trt.core.quota import quotas
 from bpkv_trt.errors import ConfigError
 
 SINKS, RECENT = 4, 32

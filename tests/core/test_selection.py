@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bpkv_trt.core.budget import Quota
+from bpkv_trt.core.quota import Quota
 from bpkv_trt.core.selection import lowest_scores
 from bpkv_trt.core.stability import LEAST_MASS, admissible_walk
 

@@ -3,8 +3,8 @@ from itertools import combinations
 import pytest
 import torch
 
-from bpkv_trt.core.budget import Quota
 from bpkv_trt.core.evidence import EvidenceSource, mask_divergence, score_entries
+from bpkv_trt.core.quota import Quota
 from bpkv_trt.core.selection import lowest_scores
 from bpkv_trt.core.stability import LEAST_MASS
 from bpkv_trt.core.two_stage import two_stage

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bpkv_trt.config import BpkvConfig
-from bpkv_trt.core.budget import Quota
+from bpkv_trt.core.quota import Quota
 from bpkv_trt.core.statistics import ForwardStatistics, QueryMoments
 from bpkv_trt.core.traits import ModelTraits
 from bpkv_trt.policies.expected_attention import mean_rotation

@@ -1,0 +1,52 @@
+"""What a budget asks of every unit of competition: how many entries each must give up."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bpkv_trt.core.budget import ResolvedBudget, Scope, allocate
+
+
+@dataclass(frozen=True)
+class Quota:
+    """How many entries to evict, by unit: the heads that compete with one another share a unit."""
+
+    unit: Tensor  # [L, Hkv] int64, the unit of every head; -1 for heads outside the budget
+    evict: Tensor  # [U] int64
+
+
+def quotas(
+    resolved: ResolvedBudget,
+    scope: Scope,
+    lengths: Tensor,
+    compactable: Sequence[int],
+    layer_weights: Sequence[float] | None = None,
+) -> Quota:
+    """How many entries every unit must evict to reach the budget from `lengths` [L, Hkv], the rows each head has now.
+
+    With `layer_weights` (one per layer of the model) layers keep rows in proportion to them, never below the protected
+    rows and never above the sequence; in `global` scope counts follow the scores, so the weights do not enter here.
+    A unit that already holds no more than its share evicts nothing.
+    """
+    heads = lengths.shape[1]
+    layers = torch.tensor(list(compactable), dtype=torch.int64)
+    unit = torch.full(lengths.shape, -1, dtype=torch.int64)
+    keep = torch.full((len(layers),), resolved.per_head, dtype=torch.int64)  # per head, by compactable layer
+    if layer_weights is not None and scope != "global" and len(layers):
+        assert len(layer_weights) == lengths.shape[0]
+        weights = [layer_weights[layer] for layer in compactable]
+        keep = torch.tensor(allocate(int(keep.sum()), weights, resolved.protected, resolved.tokens))
+    rows = lengths.to("cpu", torch.int64)[layers]  # [compactable, Hkv]
+    match scope:
+        case "head":
+            unit[layers] = torch.arange(rows.numel()).view_as(rows)
+            surplus = (rows - keep[:, None]).flatten()
+        case "layer":
+            unit[layers] = torch.arange(len(layers))[:, None].expand_as(rows)
+            surplus = rows.sum(dim=1) - heads * keep
+        case "global":
+            unit[layers] = 0
+            surplus = (rows.sum() - heads * keep.sum())[None]
+    return Quota(unit.to(lengths.device), surplus.clamp(min=0).to(lengths.device))
