@@ -16,32 +16,30 @@ from bpkv_trt.core.evidence import EvidenceSource, score_entries
 from bpkv_trt.errors import ConfigError
 from bpkv_trt.evaluation.estimate import spearman
 from bpkv_trt.models.loading import LoadedModel
-from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.runtime.engine import Engine
 from bpkv_trt.runtime.generator import Generator
 from bpkv_trt.runtime.sampling import SamplingParams
 from bpkv_trt.runtime.step import Chunk
-from tests.models.small_models import WINDOWED, configurations
 from tests.runtime.conftest import loaded as trained
 from tests.runtime.conftest import prompt_tokens
 from tests.runtime.masked_reference import MaskedReference
 from tests.runtime.own_path import OwnPath
-from tests.runtime.random_models import COMPACTABLE, SMALL, engine_of, engine_on, peaked, random_tokens, wrapped
-from tests.runtime.trail import Trail, follow
+from tests.runtime.random_models import (
+    BOS,
+    COMPACTABLE,
+    SMALL,
+    engine_of,
+    engine_on,
+    model_with,
+    model_with_a_sink,
+    random_tokens,
+    wrapped,
+)
+from tests.runtime.trail import Trail, feed, follow, keep
 
 SINKS, RECENT = SMALL["sinks"], SMALL["recent"]
 PROTECTED = SINKS + RECENT
 POLICIES = ("bpkv", "snapkv", "h2o", "expected_attention", "streaming_llm", "random")
-
-
-def model_with(name: str, layers: int, **changes: Any) -> LoadedModel:
-    config = configurations()[name]
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None) is not None:
-        config.layer_types = ["full_attention"] * layers if name == "qwen3" else WINDOWED * (layers // 2)
-    for option, value in changes.items():
-        setattr(config, option, value)
-    return peaked(name, config)
 
 
 def gap(loaded: LoadedModel, trail: Trail) -> float:
@@ -52,27 +50,6 @@ def gap(loaded: LoadedModel, trail: Trail) -> float:
     )
     truth = reference.logits(trail.tokens, trail.hidden_from())
     return max(float((row - truth[at]).abs().max() / truth[at].abs().max()) for at, row in trail.logits.items())
-
-
-def feed(*turns: tuple[Trail, list[int]]) -> None:
-    """The next tokens of several sequences, packed."""
-    engine = turns[0][0].engine
-    logits = engine.decode([(trail.sequence, tokens) for trail, tokens in turns])
-    for (trail, tokens), row in zip(turns, logits, strict=True):
-        trail.tokens += tokens
-        trail.settle(row, engine.compactor.on_generation_step_end(trail.sequence))
-
-
-def keep(engine: Engine, sequence: int, kept: dict[tuple[int, int], Sequence[int]]) -> int:
-    """Evict all but `kept` rows of the named (layer, KV head); returns the pages freed."""
-    view = engine.pool.view(sequence)
-    evict = torch.zeros(*view.lengths.shape, int(view.lengths.max()), dtype=torch.bool)
-    for (layer, head), rows in kept.items():
-        evict[layer, head] = True
-        evict[layer, head, list(rows)] = False
-    plan = CompactionPlan.from_eviction(view, evict)
-    engine.statistics.compacted(sequence, plan)
-    return engine.pool.apply(plan).pages_freed
 
 
 def every_head(loaded: LoadedModel, rows: Sequence[int]) -> dict[tuple[int, int], Sequence[int]]:
@@ -237,6 +214,25 @@ def test_a_budget_of_one_entry_keeps_one(policy: str) -> None:
     for nothing in ("0", "0%", "0t", "0MiB"):
         with pytest.raises(ConfigError, match="an empty cache"):
             BpkvConfig(budget=nothing)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_attention_sinks_stay_unless_that_is_switched_off(policy: str) -> None:
+    """awslabs/keys_values#140: only filler and the first token went, and every answer was lost."""
+    loaded, new = model_with_a_sink(), random_tokens(4, 8)
+    assert BpkvConfig().sinks > 0
+
+    def log_p(policy: str, sinks: int) -> Tensor:
+        options: dict[str, Any] = {"policy": policy, "sinks": sinks, "scope": "head", "regime": "prefill"}
+        (trail,) = follow(engine_on(loaded, budget="0.5", **options), [[BOS, *random_tokens(1, 99)]], [new])
+        assert gap(loaded, trail) < 1e-5
+        return torch.stack([trail.logits[100 + step] for step in range(8)]).double().log_softmax(-1)
+
+    full = log_p("full", 0)
+    kl = {sinks: float((full.exp() * (full - log_p(policy, sinks))).sum(-1).mean()) for sinks in (0, 1, 4)}
+    assert kl[1] < 1e-5 and kl[4] < 1e-5
+    blind = policy in ("expected_attention", "streaming_llm", "random")  # to what the sink is attended to
+    assert kl[0] > 0.05 if blind else kl[0] < 1e-5
 
 
 # Heads

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.runtime.compactor import CompactionEvent
 from bpkv_trt.runtime.engine import Engine
 from tests.runtime.masked_reference import NEVER
@@ -52,9 +53,26 @@ def follow(engine: Engine, prompts: Sequence[Sequence[int]], continuations: Sequ
         trail.tokens += prompt
         trail.settle(row, engine.compactor.on_context_step_end(trail.sequence))
     for step in range(max(map(len, continuations))):
-        batch = [(trail, new[step]) for trail, new in zip(trails, continuations, strict=True) if step < len(new)]
-        logits = engine.decode([(trail.sequence, [token]) for trail, token in batch])
-        for (trail, token), row in zip(batch, logits, strict=True):
-            trail.tokens.append(token)
-            trail.settle(row, engine.compactor.on_generation_step_end(trail.sequence))
+        feed(*((trail, [new[step]]) for trail, new in zip(trails, continuations, strict=True) if step < len(new)))
     return trails
+
+
+def feed(*turns: tuple[Trail, list[int]]) -> None:
+    """The next tokens of several sequences, packed."""
+    engine = turns[0][0].engine
+    logits = engine.decode([(trail.sequence, tokens) for trail, tokens in turns])
+    for (trail, tokens), row in zip(turns, logits, strict=True):
+        trail.tokens += tokens
+        trail.settle(row, engine.compactor.on_generation_step_end(trail.sequence))
+
+
+def keep(engine: Engine, sequence: int, kept: dict[tuple[int, int], Sequence[int]]) -> int:
+    """Evict all but `kept` rows of the named (layer, KV head); returns the pages freed."""
+    view = engine.pool.view(sequence)
+    evict = torch.zeros(*view.lengths.shape, int(view.lengths.max()), dtype=torch.bool)
+    for (layer, head), rows in kept.items():
+        evict[layer, head] = True
+        evict[layer, head, list(rows)] = False
+    plan = CompactionPlan.from_eviction(view, evict)
+    engine.statistics.compacted(sequence, plan)
+    return engine.pool.apply(plan).pages_freed
