@@ -33,11 +33,6 @@ class LoadedModel:
     traits: ModelTraits
     encoder: PromptEncoder
 
-    @property
-    def adds_bos(self) -> bool:
-        """Whether raw text is begun with the BOS token."""
-        return self.encoder.adds_bos
-
 
 def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
     """Load `smollm2`, `gemma3-270m`, a Hugging Face directory, a GGUF file, or a model id of the hub.
@@ -48,7 +43,7 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Loa
     if dtype not in DTYPES:
         raise ModelError(f"Unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
     source = _source(name)
-    config = _parsed(name, "configuration", lambda: AutoConfig.from_pretrained(source))
+    config = _parsed(name, "configuration", lambda: AutoConfig.from_pretrained(source, trust_remote_code=False))
     family = family_of(config)
     tokenizer = _tokenizer(name, source)
     model = _parsed(name, "weights", lambda: checked_weights(name, source, DTYPES[dtype])).to(device)
@@ -58,12 +53,16 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Loa
 
 def _source(name: str) -> str:
     """What from_pretrained takes: a directory, or a model id of the hub."""
-    path = Path(name).expanduser()
     if name in CATALOGUE:
         return str(cached_checkpoint(packaged_model(name)))
-    if path.is_file():
+    try:
+        path = Path(name).expanduser()
+        is_file, is_directory = path.is_file(), path.is_dir()
+    except (OSError, RuntimeError) as error:  # no permission, a name too long, the home of nobody
+        raise ModelError(f"The model {name!r} cannot be looked for ({error}); check the path given.") from error
+    if is_file:
         return str(cached_checkpoint(GgufFile(path.name, (path,))))
-    if path.is_dir():
+    if is_directory:
         return str(path)
     if not HUB_ID.fullmatch(name):
         raise ModelError(f"There is no model at {name!r}: {_next_step(name)}")
@@ -92,7 +91,9 @@ def _next_step(name: str) -> str:
 
 
 def _tokenizer(name: str, source: str) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = _parsed(name, "tokenizer", lambda: AutoTokenizer.from_pretrained(source))
+    tokenizer: PreTrainedTokenizerBase = _parsed(
+        name, "tokenizer", lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    )
     words = set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
     if len(words) <= 1:  # without tokenizer files transformers 5 makes an empty one and goes on
         raise ModelError(f"{name!r} comes without a tokenizer, so no text can be given to it. {_next_step(name)}")

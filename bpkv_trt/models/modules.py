@@ -44,9 +44,10 @@ def inverse_frequencies(model: PreTrainedModel, layer: int) -> Tensor:
     return cast(Tensor, module.inv_freq if by_kind is None else by_kind).float()
 
 
-def rotates_halves(model: PreTrainedModel) -> bool:
-    """Whether RoPE turns the two halves of a head against each other; Cohere turns neighbours."""
-    return str(model.config.model_type) != "cohere"
+def rope_can_be_undone(model: PreTrainedModel) -> bool:
+    """Whether RoPE is a plain rotation of a head's halves: Cohere turns neighbours, YaRN scales as well."""
+    scales = [value for name, value in vars(rotary(model)).items() if name.endswith("attention_scaling")]
+    return str(model.config.model_type) != "cohere" and all(scale == 1.0 for scale in scales)
 
 
 def output_head(model: PreTrainedModel) -> nn.Linear:

@@ -1,5 +1,6 @@
 """GGUF files become cached folders once: exact, verified, safe against crashes and against one another."""
 
+import errno
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -46,6 +48,14 @@ def checkpoint(source: Path) -> GgufFile:
     return GgufFile(source.name, (source,))
 
 
+def in_pieces(source: Path) -> tuple[Path, Path]:
+    """The same file, cut in two."""
+    data, pieces = source.read_bytes(), (source.with_name("small.part0"), source.with_name("small.part1"))
+    pieces[0].write_bytes(data[:5000])
+    pieces[1].write_bytes(data[5000:])
+    return pieces
+
+
 def test_weights_survive_the_way_through_gguf_and_cache(
     source: Path, model: PreTrainedModel, model_cache: Path
 ) -> None:
@@ -55,7 +65,7 @@ def test_weights_survive_the_way_through_gguf_and_cache(
     loaded.model.set_attn_implementation("eager")
     torch.testing.assert_close(loaded.model(TOKENS).logits, model(TOKENS).logits, rtol=1e-5, atol=1e-5)
     assert not loaded.model.training and not any(p.requires_grad for p in loaded.model.parameters())
-    assert loaded.traits.vocabulary == 300 and loaded.adds_bos
+    assert loaded.traits.vocabulary == 300 and loaded.encoder.adds_bos
 
 
 def test_quantised_weights_are_dequantised_as_gguf_itself_does(
@@ -79,11 +89,8 @@ def test_second_load_builds_nothing(source: Path, model_cache: Path, monkeypatch
     assert {"config.json", "tokenizer.json"} < set(manifest["sha256"])
 
 
-def test_checkpoint_in_pieces_equals_the_whole(source: Path, tmp_path: Path, model_cache: Path) -> None:
-    data = source.read_bytes()
-    pieces = (tmp_path / "small.part0", tmp_path / "small.part1")
-    pieces[0].write_bytes(data[:5000])
-    pieces[1].write_bytes(data[5000:])
+def test_checkpoint_in_pieces_equals_the_whole(source: Path, model_cache: Path) -> None:
+    pieces = in_pieces(source)
     whole, joined = checkpoint(source), GgufFile("joined", pieces)
     assert whole.sha256() == joined.sha256()
     folder = cached_checkpoint(joined)
@@ -176,6 +183,41 @@ def test_cache_directory_that_cannot_be_made(source: Path, tmp_path: Path, monke
     monkeypatch.setenv("BPKV_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with pytest.raises(ModelError, match="cannot be used"):
         cached_checkpoint(checkpoint(source))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_piece_that_cannot_be_read_is_told_by_its_own_name(
+    victim: int, source: Path, model_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = in_pieces(source)
+    opened = Path.open
+
+    def forbidden(path: Path, *options: Any, **named: Any) -> Any:
+        if path == pieces[victim]:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *options, **named)
+
+    monkeypatch.setattr(Path, "open", forbidden)  # root may read everything
+    with pytest.raises(ModelError, match=f"part{victim} .*cannot be read .Permission denied") as caught:
+        cached_checkpoint(GgufFile("joined", pieces))
+    assert "BPKV_CACHE_DIR" not in str(caught.value)
+
+
+def test_a_piece_that_vanishes_while_it_is_joined_is_no_fault_of_the_cache(
+    source: Path, model_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pieces = in_pieces(source)
+    digest = GgufFile.sha256
+
+    def then_vanish(checkpoint: GgufFile) -> str:
+        found = digest(checkpoint)
+        pieces[1].unlink()
+        return found
+
+    monkeypatch.setattr(GgufFile, "sha256", then_vanish)
+    with pytest.raises(ModelError, match=r"part1 .*cannot be read \(No such file") as caught:
+        cached_checkpoint(GgufFile("joined", pieces))
+    assert "BPKV_CACHE_DIR" not in str(caught.value) and folders(model_cache) == []
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.001, 0.3, 0.999])

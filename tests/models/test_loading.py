@@ -126,6 +126,34 @@ def test_names_that_are_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "configuration" in refusal(tmp_path)
 
 
+def test_paths_that_cannot_be_looked_at() -> None:
+    for name in ("x" * 300, "~nobody-of-that-name/model"):
+        assert "cannot be looked for" in refusal(name)
+
+
+@pytest.mark.parametrize("auto_class", ["AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"])
+@pytest.mark.parametrize("model_type", ["llama", "nonesuch"])
+def test_code_that_comes_with_a_checkpoint_never_runs(
+    auto_class: str, model_type: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither does it run nor is anybody asked whether it may."""
+    marker = directory / "it ran"
+    (directory / "own.py").write_text(f"open({str(marker)!r}, 'w')\nclass Own: pass\n")
+    reference: object = ["own.Own", None] if auto_class == "AutoTokenizer" else "own.Own"
+    for file, changes in (
+        ("config.json", {"model_type": model_type, "auto_map": {auto_class: reference}}),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": reference}} if auto_class == "AutoTokenizer" else {}),
+    ):
+        content = json.loads((directory / file).read_text())
+        (directory / file).write_text(json.dumps(content | changes))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody was asked"))
+    if model_type == "nonesuch":
+        refusal(directory)
+    else:
+        load_model(str(directory))  # what transformers knows itself runs by its own code
+    assert not marker.exists()
+
+
 def test_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "distribution", _not_installed)
     monkeypatch.setattr(catalogue, "import_module", _not_installed)

@@ -53,7 +53,7 @@ def greedy(loaded: LoadedModel, ids: list[int], tokens: int) -> str:
 def test_smollm2_answers(smollm2: LoadedModel) -> None:
     (ids,) = smollm2.encoder.encode("What is the capital of France?")
     bos = smollm2.tokenizer.bos_token_id
-    assert ids[0] == bos and ids[1] != bos and not smollm2.adds_bos
+    assert ids[0] == bos and ids[1] != bos and not smollm2.encoder.adds_bos
     assert greedy(smollm2, ids, 16) == "The capital of France is Paris."
 
 
