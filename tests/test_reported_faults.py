@@ -15,6 +15,7 @@ from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.evidence import EvidenceSource, score_entries
 from bpkv_trt.errors import ConfigError
 from bpkv_trt.evaluation.estimate import spearman
+from bpkv_trt.evaluation.verify import verify
 from bpkv_trt.models.loading import LoadedModel
 from bpkv_trt.runtime.engine import Engine
 from bpkv_trt.runtime.generator import Generator
@@ -233,6 +234,18 @@ def test_attention_sinks_stay_unless_that_is_switched_off(policy: str) -> None:
     assert kl[1] < 1e-5 and kl[4] < 1e-5
     blind = policy in ("expected_attention", "streaming_llm", "random")  # to what the sink is attended to
     assert kl[0] > 0.05 if blind else kl[0] < 1e-5
+
+
+@pytest.mark.slow
+def test_attention_sinks_of_a_real_model() -> None:
+    """The same on SmolLM2, for whatever its first four tokens are."""
+    model, tokens = trained("smollm2"), prompt_tokens("smollm2", 100, 300)
+    kl = {}
+    for sinks in (0, 4):
+        options: dict[str, Any] = {"policy": "streaming_llm", "sinks": sinks, "scope": "head", "regime": "prefill"}
+        engine = engine_on(model, rows=320, caches=2, budget="0.8", page_size=16, **options)
+        kl[sinks] = verify(engine, [tokens], frozenset(), max_new_tokens=10).future_kl_mean
+    assert kl[0] > 5 * kl[4]
 
 
 # Heads
