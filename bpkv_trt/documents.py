@@ -93,9 +93,11 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         os.umask(mask)
         temporary.chmod(0o666 & ~mask)  # a temporary file is private, a document is as the user's other files
         temporary.replace(path)
-    except OSError as error:
+    except BaseException as error:  # an interrupt too must leave nothing behind
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         reason = error.strerror or error
         raise InputError(f"The output {path} cannot be written ({reason}); free space or move it.") from None
 

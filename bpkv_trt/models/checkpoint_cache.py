@@ -8,10 +8,10 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from bpkv_trt.cache import cache_root
 from bpkv_trt.errors import ModelError
 from bpkv_trt.models.dequantise import dequantise
 from bpkv_trt.models.gguf_file import GgufFile, sha256_of
+from bpkv_trt.user_directory import user_cache_directory
 
 FORMAT = 1  # raise when what is written changes; older folders are then ignored
 MANIFEST = "bpkv_manifest.json"
@@ -30,7 +30,7 @@ def cached_checkpoint(checkpoint: GgufFile) -> Path:
     major = version("transformers").partition(".")[0]
     folder = f"{checkpoint.sha256()[:24]}-f{FORMAT}-t{major}"
     try:
-        root = cache_root() / "models"
+        root = user_cache_directory() / "models"
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f"{folder}.lock"):
             final, partial = root / folder, root / f"{folder}.partial"
@@ -46,7 +46,7 @@ def cached_checkpoint(checkpoint: GgufFile) -> Path:
             return final
     except OSError as error:
         raise ModelError(
-            f"The model cache {cache_root()} cannot be used: {error}. "
+            f"The model cache {user_cache_directory()} cannot be used: {error}. "
             "Free some space there, or set BPKV_CACHE_DIR to a directory that can be written."
         ) from error
 

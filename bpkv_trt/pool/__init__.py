@@ -1,7 +1,7 @@
 """Paged KV storage, and its compaction."""
 
-from bpkv_trt.pool.plan import CompactionPlan, CompactionResult
+from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.pool.pool import PagedKvPool
 from bpkv_trt.pool.view import SequenceView
 
-__all__ = ["CompactionPlan", "CompactionResult", "PagedKvPool", "SequenceView"]
+__all__ = ["CompactionPlan", "PagedKvPool", "SequenceView"]

@@ -11,17 +11,6 @@ from bpkv_trt.pool.view import SequenceView
 
 
 @dataclass(frozen=True)
-class CompactionResult:
-    """What a compaction did to one sequence; bytes are those of the pages it owns."""
-
-    pages_freed: int
-    entries_before: int
-    entries_after: int
-    bytes_before: int
-    bytes_after: int
-
-
-@dataclass(frozen=True)
 class CompactionPlan:
     """Kept rows of every (layer, KV head), and the state of the sequence for which they were chosen.
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from bpkv_trt.errors import PoolExhausted, StalePlan
 from bpkv_trt.pool.allocator import EXTENT, PageAllocator
 from bpkv_trt.pool.integrity import check_integrity
-from bpkv_trt.pool.plan import CompactionPlan, CompactionResult
+from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.pool.rows import LayerLayout, LayerRows
-from bpkv_trt.pool.storage import RowStorage
+from bpkv_trt.pool.storage import RowStorage, pages_of
 from bpkv_trt.pool.table import PageTable
 from bpkv_trt.pool.view import SequenceView
 
@@ -132,8 +132,8 @@ class PagedKvPool:
             self._forget_placement(sequence)
         return freed
 
-    def apply(self, plan: CompactionPlan) -> CompactionResult:
-        """Keep only the planned rows, packed to the front of their heads, and free the pages this empties.
+    def apply(self, plan: CompactionPlan) -> int:
+        """Keep only the planned rows, packed to the front of their heads; returns how many pages this freed.
 
         Raises StalePlan, with nothing moved, if the plan does not fit the sequence as it is.
         """
@@ -144,21 +144,14 @@ class PagedKvPool:
                 "Nothing was moved. Admit the sequence and score it again."
             )
         plan.validate(self._table.lengths[slot], self.logical_length(plan.sequence))
-        entries, held = self.entries_of(plan.sequence), self.bytes_of(plan.sequence)
         self._storage.move(*map(self._storage.index, self._table.moves(slot, plan.offsets, plan.rows)))
-        self._set_lengths(slot, plan.counts)
+        self._table.lengths[slot] = plan.counts
         freed = self._table.truncate(slot, self._page_counts(plan.counts))
         self._free(freed)
         if self.poison:
             self._storage.poison(self._table.unused_rows(slot))
         self._forget_placement(plan.sequence)
-        return CompactionResult(
-            pages_freed=freed.size,
-            entries_before=entries,
-            entries_after=self.entries_of(plan.sequence),
-            bytes_before=held,
-            bytes_after=self.bytes_of(plan.sequence),
-        )
+        return freed.size
 
     # Reading
 
@@ -173,7 +166,7 @@ class PagedKvPool:
 
     def view(self, sequence: int) -> SequenceView:
         """What a policy sees of a sequence now."""
-        return SequenceView(sequence, self.lengths(sequence), self.logical_length(sequence), self.page_size, self)
+        return SequenceView(sequence, self.lengths(sequence), self.logical_length(sequence), self)
 
     def lengths(self, sequence: int) -> NDArray[np.int32]:
         """[L, Hkv] int32 rows held, a copy."""
@@ -217,7 +210,7 @@ class PagedKvPool:
 
     def pages_for(self, rows: int) -> int:
         """Pages that an uncompacted sequence of so many rows owns, over all layers and KV heads."""
-        return self.layers * self.kv_heads * -(-rows // self.page_size)
+        return self.layers * self.kv_heads * pages_of(rows, self.page_size)
 
     def pages_to_grow(self, sequence: int, count: int) -> int:
         """Pages that `extend(sequence, count)` would take."""
@@ -238,7 +231,7 @@ class PagedKvPool:
     # Within
 
     def _page_counts(self, rows: NDArray[np.int32] | NDArray[np.int64]) -> NDArray[np.int64]:
-        return -(-rows.astype(np.int64) // self.page_size)
+        return pages_of(rows.astype(np.int64), self.page_size)
 
     def _pages_to_grow(self, sequence: int, count: int) -> NDArray[np.int64]:
         lengths = self._table.lengths[self._table.slots[sequence]]
@@ -262,15 +255,12 @@ class PagedKvPool:
 
     def _allocate(self, sequence: int, needed: NDArray[np.int64]) -> None:
         pages = int(needed.max())
-        wanted = -(-self._expected_rows[sequence] // self.page_size) or (pages // EXTENT + 1) * EXTENT
+        wanted = pages_of(self._expected_rows[sequence], self.page_size) or (pages // EXTENT + 1) * EXTENT
         share = self.free_pages // needed.size  # further apart, and the last layers would find no room
         spacing = max(pages, min(wanted, share))
         self._table.grow(self._table.slots[sequence], needed, spacing, self._allocator)
         for layer in np.flatnonzero(needed.any(axis=1)).tolist():  # ragged heads grow in turn, a few at a time
             self._placements[sequence].layouts.pop(layer, None)
-
-    def _set_lengths(self, slot: int, lengths: NDArray[np.int64]) -> None:
-        self._table.lengths[slot] = lengths
 
     def _forget_placement(self, sequence: int) -> None:
         self._placements[sequence] = _Placement()

@@ -1,11 +1,20 @@
 """The memory of a pool: keys, values and the logical position of every row."""
 
+from typing import TypeVar
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 MOVE_TILE = 1 << 16  # rows gathered at a time: bounds the scratch memory of a compaction
+
+Count = TypeVar("Count", int, NDArray[np.int64])
+
+
+def pages_of(rows: Count, page_size: int) -> Count:
+    """Whole pages that hold so many rows."""
+    return -(-rows // page_size)
 
 
 class RowStorage:

@@ -26,7 +26,6 @@ class SequenceView:
     sequence: int
     lengths: NDArray[np.int32]  # [L, Hkv] rows held
     logical_length: int  # tokens seen
-    page_size: int
     store: RowStore
 
     def keys(self, layer: int, head: int) -> Tensor:
@@ -53,4 +52,3 @@ class SequenceView:
         rows = self.store.heads(self.sequence, layer)
         assert rows.lengths[head] == self.lengths[layer, head], "the sequence changed under this view"
         return rows
-

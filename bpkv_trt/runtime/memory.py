@@ -1,11 +1,12 @@
 """Whether a run fits the machine, told before it starts."""
 
-import psutil
 import torch
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import InputError
+from bpkv_trt.host_memory import free_host_bytes
 from bpkv_trt.models.loading import LoadedModel
+from bpkv_trt.pool.storage import pages_of
 from bpkv_trt.runtime.attention import QUERY_BLOCK
 
 FP32, INT64 = 4, 8  # bytes
@@ -45,7 +46,7 @@ def pool_bytes(loaded: LoadedModel, rows: int, page_size: int) -> int:
     """Bytes of a pool of `rows` rows in every layer and head: K, V and positions."""
     traits = loaded.traits
     row = 2 * traits.head_dim * next(loaded.model.parameters()).element_size() + 4
-    return -(-rows // page_size) * page_size * traits.layers * traits.kv_heads * row
+    return pages_of(rows, page_size) * page_size * traits.layers * traits.kv_heads * row
 
 
 def require_memory(needed: int, device: torch.device, limit: int | None) -> None:
@@ -64,4 +65,4 @@ def free_bytes(device: torch.device) -> int:
     """Bytes that can still be allocated on a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    return free_host_bytes()

@@ -12,7 +12,7 @@ from bpkv_trt.errors import ConfigError
 class SamplingParams:
     """Greedy at temperature 0; `stop_tokens` end the answer and are not part of it."""
 
-    max_new_tokens: int = 128
+    max_new_tokens: int
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0

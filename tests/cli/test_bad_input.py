@@ -144,4 +144,4 @@ def test_an_interrupt_is_no_traceback(
 
     monkeypatch.setattr("bpkv_trt.cli.read_prompt", interrupted)
     assert main(["generate", "--model", "m", "--prompt-file", str(prompt)]) == 130
-    assert capsys.readouterr().err == "bpkv: interrupted; nothing was written.\n"
+    assert capsys.readouterr().err == "bpkv: interrupted.\n"

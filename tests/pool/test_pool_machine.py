@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from numpy.typing import NDArray
 
 from bpkv_trt.errors import PoolExhausted
-from bpkv_trt.pool import CompactionPlan, CompactionResult, PagedKvPool
+from bpkv_trt.pool import CompactionPlan, PagedKvPool
 
 LAYERS, HEADS, WIDTH, PAGE, PAGES = 2, 2, 2, 4, 24
 
@@ -96,13 +96,10 @@ class PoolMachine(RuleBasedStateMachine):
                 evict[layer, head] = True
                 evict[layer, head, kept] = False
                 reference.rows[layer, head] = [rows[row] for row in kept]
-        before, free = sum(map(int, self.pool.lengths(sequence).ravel())), self.pool.free_pages
-        result = self.pool.apply(CompactionPlan.from_eviction(self.pool.view(sequence), evict))
-        entries = sum(map(len, reference.rows.values()))
-        held = self.pool.page_bytes * (reference.pages + result.pages_freed)
-        assert result == CompactionResult(
-            self.pool.free_pages - free, before, entries, held, self.pool.page_bytes * reference.pages
-        )
+        free, held = self.pool.free_pages, self.pool.bytes_of(sequence)
+        freed = self.pool.apply(CompactionPlan.from_eviction(self.pool.view(sequence), evict))
+        assert freed == self.pool.free_pages - free
+        assert held - self.pool.bytes_of(sequence) == freed * self.pool.page_bytes
 
     @precondition(lambda self: self.reference)
     @rule(data=st.data())
@@ -173,11 +170,11 @@ class DoubleFree(PagedKvPool):
 class SecondOwner(PagedKvPool):
     """Frees a page on compaction that a head still holds."""
 
-    def apply(self, plan: CompactionPlan) -> CompactionResult:
-        result = super().apply(plan)
-        if result.pages_freed:
+    def apply(self, plan: CompactionPlan) -> int:
+        freed = super().apply(plan)
+        if freed:
             self._free(self._table.owned(self._table.slots[plan.sequence])[-1:])
-        return result
+        return freed
 
 
 class Leak(PagedKvPool):
@@ -196,17 +193,19 @@ class PageTooFew(PagedKvPool):
 
 
 class StaleLength(PagedKvPool):
-    def _set_lengths(self, slot: int, lengths: NDArray[np.int64]) -> None:
-        self._table.lengths[slot, :-1] = lengths[:-1]
+    def apply(self, plan: CompactionPlan) -> int:
+        freed = super().apply(plan)
+        self._table.lengths[self._table.slots[plan.sequence], -1] = plan.lengths[-1]
+        return freed
 
 
 class PositionsStay(PagedKvPool):
-    def apply(self, plan: CompactionPlan) -> CompactionResult:
+    def apply(self, plan: CompactionPlan) -> int:
         positions = self.row_positions.clone()
-        result = super().apply(plan)
+        freed = super().apply(plan)
         held = self.row_positions >= 0
         self.row_positions[held] = positions[held]
-        return result
+        return freed
 
 
 class StaleView(PagedKvPool):
@@ -217,7 +216,7 @@ class StaleView(PagedKvPool):
 class DescendingTiles(PagedKvPool):
     """Stores each row before the next lower one is read: what a race between tiles would do."""
 
-    def apply(self, plan: CompactionPlan) -> CompactionResult:
+    def apply(self, plan: CompactionPlan) -> int:
         move = self._storage.move
 
         def one_by_one_from_the_end(source: torch.Tensor, target: torch.Tensor) -> None:

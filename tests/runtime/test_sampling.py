@@ -29,7 +29,7 @@ def exact(temperature: float, top_p: float) -> dict[int, float]:
     ("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (2.0, 1.0), (1.0, 0.9), (1.0, 0.5), (2.0, 0.7)]
 )
 def test_draws_follow_the_nucleus(temperature: float, top_p: float) -> None:
-    sampler = Sampler(SamplingParams(temperature=temperature, top_p=top_p, seed=11))
+    sampler = Sampler(SamplingParams(1, temperature=temperature, top_p=top_p, seed=11))
     counts = dict.fromkeys(range(len(LOGITS)), 0)
     for _ in range(DRAWS):
         counts[sampler.next(LOGITS)] += 1
@@ -40,21 +40,21 @@ def test_draws_follow_the_nucleus(temperature: float, top_p: float) -> None:
 
 
 def test_a_small_top_p_is_greedy_and_so_is_temperature_0() -> None:
-    for params in (SamplingParams(temperature=1.0, top_p=1e-9), SamplingParams()):
+    for params in (SamplingParams(1, temperature=1.0, top_p=1e-9), SamplingParams(1)):
         assert {Sampler(params).next(LOGITS) for _ in range(20)} == {1}
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-300])
 def test_temperatures_near_0_tend_to_greedy(temperature: float) -> None:
-    sampler = Sampler(SamplingParams(temperature=temperature))
+    sampler = Sampler(SamplingParams(1, temperature=temperature))
     assert {sampler.next(LOGITS) for _ in range(20)} == {1}
 
 
 def test_a_seed_repeats_itself_and_samplers_do_not_influence_one_another() -> None:
-    params = SamplingParams(temperature=1.0, seed=5)
+    params = SamplingParams(1, temperature=1.0, seed=5)
     alone = Sampler(params)
     first = [alone.next(LOGITS) for _ in range(50)]
-    mine, other = Sampler(params), Sampler(SamplingParams(temperature=1.0, seed=6))
+    mine, other = Sampler(params), Sampler(SamplingParams(1, temperature=1.0, seed=6))
     second, others = zip(*[(mine.next(LOGITS), other.next(LOGITS)) for _ in range(50)], strict=True)
     assert first == list(second) and first != list(others)
 
@@ -67,4 +67,4 @@ def test_a_seed_repeats_itself_and_samplers_do_not_influence_one_another() -> No
 )
 def test_invalid_options_are_refused_by_name(option: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{option} is {value}"):
-        SamplingParams(**{option: value})
+        SamplingParams(**{"max_new_tokens": 1, option: value})

@@ -1,10 +1,10 @@
-"""Where this package keeps what it can make again."""
+"""Where this package keeps, for a user, what it can make again."""
 
 import os
 from pathlib import Path
 
 
-def cache_root() -> Path:
+def user_cache_directory() -> Path:
     """`$BPKV_CACHE_DIR`, else `bpkv-trt` under `$XDG_CACHE_HOME` or `~/.cache`."""
     chosen = os.environ.get("BPKV_CACHE_DIR")
     if chosen:
