@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bpkv_trt.errors import InputError
+from bpkv_trt.errors import ConfigError, InputError
 from bpkv_trt.evaluation.verify import verify
 from bpkv_trt.models.loading import LoadedModel, load_model
 from bpkv_trt.profiling import Trace
@@ -21,15 +21,21 @@ Turns = Sequence[Sequence[int]]
 
 
 def run_generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]:
-    """Run one request on a fresh engine; returns the report that design 4 names.
+    """Run one request on a fresh engine; returns the report, ready to be printed and written as JSON.
 
     Raises a BpkvError before the prompt is run where prompt, model, configuration and memory do not go together.
     """
-    trace = Trace()
+    if request.question_after is not None and "prefill" not in request.config.regime:
+        raise ConfigError(
+            f"--question-after is asked of the compacted cache, but with --regime {','.join(request.config.regime)} "
+            "nothing is compacted before the question: use --question, or a regime with prefill."
+        )
+    device = _device(request)
+    trace = Trace(synchronize=torch.cuda.synchronize if device == "cuda" else None)
     sampling = SamplingParams(request.max_new_tokens, request.temperature, request.top_p, request.config.seed)
     progress.stage("load")
     with trace.range("load"):
-        loaded = _load(request)
+        loaded = _load(request, device)
     turns = _encode(loaded, request)
     sampling = sampling.stopping_at(stop_tokens(loaded))
     engine = _engine(loaded, request, turns, trace)
@@ -51,11 +57,14 @@ def stop_tokens(loaded: LoadedModel) -> frozenset[int]:
     return frozenset(int(token) for token in (*ids, loaded.tokenizer.eos_token_id) if token is not None)
 
 
-def _load(request: GenerateRequest) -> LoadedModel:
+def _device(request: GenerateRequest) -> str:
     cuda = torch.cuda.is_available()
     if request.device == "cuda" and not cuda:
         raise InputError("--device cuda was given, but torch sees no CUDA GPU here; use --device cpu.")
-    device = request.device if request.device != "auto" else ("cuda" if cuda else "cpu")
+    return request.device if request.device != "auto" else ("cuda" if cuda else "cpu")
+
+
+def _load(request: GenerateRequest, device: str) -> LoadedModel:
     dtype = request.dtype if request.dtype != "auto" else ("bfloat16" if device == "cuda" else "float32")
     return load_model(request.model, dtype=dtype, device=device)
 
@@ -79,31 +88,24 @@ def _engine(loaded: LoadedModel, request: GenerateRequest, turns: Turns, trace: 
     page_size = request.config.page_size
     needed = caches * pool_bytes(loaded, rows, page_size) + activation_bytes(loaded, prompt, request.config)
     require_memory(needed, loaded.model.device, request.memory_limit)
-    engine = Engine(loaded, request.config, make_pool(loaded, rows, page_size, caches=caches), trace)
-    engine.compactor.resolve_prompt(len(turns[0]))  # a budget that cannot be honoured is refused before the run
-    return engine
+    return Engine(loaded, request.config, make_pool(loaded, rows, page_size, caches=caches), trace)
 
 
 def _answer(engine: Engine, turns: Turns, sampling: SamplingParams, progress: Progress) -> Request:
     generator = Generator(engine)
     answer = generator.add(turns, sampling)
-    progress.stage("prefill")
-
-    def on_token(request: Request) -> None:
-        if len(request.generated) == 1:
-            progress.stage("decode", sampling.max_new_tokens)
-        progress.advance()
-
-    generator.generate([answer], on_token)
+    progress.stage("prefill and decode", sampling.max_new_tokens)
+    generator.generate([answer], lambda _: progress.advance())
     return answer
 
 
 def _report(
     request: GenerateRequest, loaded: LoadedModel, turns: Turns, answer: Request, engine: Engine
 ) -> dict[str, Any]:
-    config, compacted = request.config, next((event for event in answer.events if event.regime != "generation"), None)
-    total, size = (compacted.entries_before, compacted.bytes_before) if compacted else answer.encoded
-    kept, size_after = (compacted.entries_after, compacted.bytes_after) if compacted else answer.encoded
+    config = engine.compactor.config
+    of_prompt = [event for event in answer.events if event.regime != "generation"]
+    main = of_prompt[0] if of_prompt else answer.events[-1]
+    budget = config.budget if of_prompt else config.generation_budget
     return {
         "text": loaded.tokenizer.decode(answer.generated, skip_special_tokens=True),
         "model": request.model,
@@ -114,17 +116,17 @@ def _report(
         "scope": config.scope,
         "readout": config.readout,
         "budget": {
-            "requested": str(config.budget),
-            "entries_total": total,
-            "entries_kept": kept,
-            "fraction": kept / total if total else 1.0,
-            "clamped": compacted.clamped if compacted else False,
+            "requested": str(budget),
+            "entries_total": main.entries_before,
+            "entries_kept": main.entries_after,
+            "fraction": main.entries_after / main.entries_before if main.entries_before else 1.0,
+            "clamped": main.clamped,
         },
         "pool": {
             "page_size": config.page_size,
-            "bytes_before": size,
-            "bytes_after": size_after,
-            "pages_freed": compacted.pages_freed if compacted else 0,
+            "bytes_before": main.bytes_before,
+            "bytes_after": main.bytes_after,
+            "pages_freed": sum(event.pages_freed for event in answer.events),
         },
         "events": [asdict(event) for event in answer.events],
     }

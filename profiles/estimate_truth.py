@@ -55,7 +55,7 @@ def main() -> None:
         studies = []
         for seed in range(options.seed, options.seed + options.prompts):
             tokens = loaded.encoder.encode_raw(prompt(seed))[: options.tokens]
-            masks = masks_of(kind, loaded.traits, len(tokens), slice(4, 32), options.masks, seed)
+            masks = masks_of(kind, loaded.traits, len(tokens), options.masks, seed)
             studies.append(study(engines, tokens, masks, options.positions))
         correlations = [each.spearman() for each in studies]
         row = {"masks": kind.__name__, "truth_median": statistics.median(t for each in studies for t in each.truth)}

@@ -37,11 +37,11 @@ def refine_mask(
 
 
 def unit_shares(quota: Tensor, refine: int) -> Tensor:
-    """[U]: `refine` steps dealt evenly over the units that evict, the first ones taking the remainder."""
+    """[U]: `refine` steps dealt evenly over the units that evict; fewer than one each are spread over all layers."""
     active = quota > 0
     units = max(1, int(active.sum()))
-    turn = active.cumsum(0) - 1
-    return torch.where(active, refine // units + (turn < refine % units).long(), 0).minimum(quota)
+    turn = active.cumsum(0)  # 1 to units
+    return torch.where(active, turn * refine // units - (turn - 1) * refine // units, 0).minimum(quota)
 
 
 def nominate(
@@ -157,7 +157,10 @@ def choose(
         if candidates.shape[0] == 0:
             break
         increments = divergence.increment(base, shifts[candidates])
-        best = int(candidates[(increments == increments.min()).nonzero()[0, 0]])
+        least_costly = increments[increments.isfinite()].min() if bool(increments.isfinite().any()) else None
+        if least_costly is None:
+            break
+        best = int(candidates[(increments == least_costly).nonzero()[0, 0]])
         base = base + shifts[best]
         pool.evict(best)
         chosen[best] = True

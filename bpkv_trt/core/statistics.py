@@ -24,7 +24,7 @@ class Readout(Protocol):
 
 @dataclass(frozen=True)
 class QueryMoments:
-    """Mean and covariance of the queries of the prompt, before RoPE; for policies that require `query_moments`."""
+    """Mean and covariance of the queries so far, before RoPE; for policies that require `query_moments`."""
 
     mean: Tensor  # [L, Hq, D] fp32
     covariance: Tensor  # [L, Hq, D, D] fp32

@@ -44,7 +44,7 @@ def study(engines: dict[str, Engine], tokens: Sequence[int], masks: Masks, posit
     attention = attention_sums(collected[name], view, host.traits)
     full = torch.log_softmax(host.replay(sequence, positions).logits.double(), -1)
     truth, estimates = list[float](), {key: list[float]() for key in (*engines, "attention")}
-    for mask in masks:
+    for mask in (each.to(attention.device) for each in masks):
         masked = torch.log_softmax(host.replay(sequence, positions, mask).logits.double(), -1)
         truth.append(float((full.exp() * (full - masked)).sum(-1).mean()))
         estimates["attention"].append(float(attention[mask].sum()))
@@ -60,7 +60,7 @@ def study(engines: dict[str, Engine], tokens: Sequence[int], masks: Masks, posit
 def attention_sums(statistics: ForwardStatistics, view: SequenceView, traits: ModelTraits) -> Tensor:
     """[L, Hkv, T]: attention from the scoring positions, mean over positions and group (SnapKV's score, not pooled)."""
     source = EvidenceSource(statistics, view, traits)
-    sums = torch.zeros(traits.layers, traits.kv_heads, int(view.lengths.max()))
+    sums = statistics.q.new_zeros(traits.layers, traits.kv_heads, int(view.lengths.max()), dtype=torch.float32)
     for layer in traits.compactable_layers:
         for head in range(traits.kv_heads):
             a = source.attention(layer, head).a
@@ -72,12 +72,7 @@ def half_of_a_layer(
     shape: tuple[int, int, int], layers: Sequence[int], rows: slice, generator: torch.Generator
 ) -> Tensor:
     """Half of the entries of one layer within `rows`, at random: every mask is of the same size."""
-    mask = torch.zeros(shape, dtype=torch.bool)
-    entries = shape[1] * (rows.stop - rows.start)
-    chosen = torch.zeros(entries, dtype=torch.bool)
-    chosen[torch.randperm(entries, generator=generator)[: entries // 2]] = True
-    mask[_pick(layers, generator), :, rows] = chosen.view(shape[1], -1)
-    return mask
+    return _random_share(shape, [_pick(layers, generator)], rows, 0.5, generator)
 
 
 def block_of_heads(
@@ -92,7 +87,7 @@ def block_of_heads(
 
 
 def scattered(shape: tuple[int, int, int], layers: Sequence[int], rows: slice, generator: torch.Generator) -> Tensor:
-    """Half of all entries within `rows`, at random over all layers: of nearly the same size, without structure."""
+    """Half of all entries within `rows`, at random over all layers: of one size, without structure."""
     return _random_share(shape, layers, rows, 0.5, generator)
 
 
@@ -107,10 +102,12 @@ def scattered_of_mixed_size(
 MaskKind = Callable[[tuple[int, int, int], Sequence[int], slice, torch.Generator], Tensor]
 
 
-def masks_of(kind: MaskKind, traits: ModelTraits, tokens: int, protected: slice, count: int, seed: int) -> Masks:
-    """`count` masks over the rows `protected.start` to `tokens - protected.stop` of a sequence."""
+def masks_of(
+    kind: MaskKind, traits: ModelTraits, tokens: int, count: int, seed: int, *, sinks: int = 4, recent: int = 32
+) -> Masks:
+    """`count` masks over the rows of a sequence that are neither sinks nor recent."""
     generator = torch.Generator().manual_seed(seed)
-    shape, rows = (traits.layers, traits.kv_heads, tokens), slice(protected.start, tokens - protected.stop)
+    shape, rows = (traits.layers, traits.kv_heads, tokens), slice(sinks, tokens - recent)
     for _ in range(count):
         yield kind(shape, traits.compactable_layers, rows, generator)
 
@@ -128,7 +125,9 @@ def _pick(choices: Sequence[int], generator: torch.Generator) -> int:
 def _random_share(
     shape: tuple[int, int, int], layers: Sequence[int], rows: slice, share: float, generator: torch.Generator
 ) -> Tensor:
+    size = (len(layers), shape[1], rows.stop - rows.start)
+    drawn = torch.zeros(size, dtype=torch.bool).flatten()
+    drawn[torch.randperm(drawn.numel(), generator=generator)[: int(share * drawn.numel())]] = True
     mask = torch.zeros(shape, dtype=torch.bool)
-    drawn = torch.rand(len(layers), shape[1], rows.stop - rows.start, generator=generator) < share
-    mask[list(layers), :, rows] = drawn
+    mask[list(layers), :, rows] = drawn.view(size)
     return mask

@@ -29,8 +29,8 @@ def verify(
 ) -> Verification:
     """Feed the full cache's greedy continuation to both caches and compare their next-token distributions.
 
-    Both start from one prefill, forked before the compaction. Compared are the predictions after it: the first one of
-    a single-turn prompt comes from the prefill itself and does not count, nor do those before a deferred compaction.
+    Both start from one prefill, forked before the compaction. Compared are the predictions made after the first
+    compaction came due: what comes from the prefill itself, or before a deferred one, is the same by construction.
     """
     with engine.trace.range("verify", payload=max_new_tokens):
         compacted, full = engine.open(sum(map(len, turns)) + max_new_tokens), None
@@ -57,21 +57,22 @@ def _compare(
     def feed(tokens: Sequence[int]) -> Tensor:
         return engine.host.forward([Chunk(full, tokens), engine.chunk(compacted, tokens)])  # [2, V]
 
-    config, pairs = engine.compactor.config, list[tuple[float, bool]]()
-    engine.compactor.on_context_step_end(compacted)
+    compactor, pairs = engine.compactor, list[tuple[float, bool]]()
+    due = compactor.on_context_step_end(compacted) is not None
+    begun = False  # whether the prediction that begins the answer was made from a compacted cache
     for turn in turns:
-        logits = feed(turn)
-        engine.compactor.on_context_step_end(compacted)
-    if turns and "prefill" in config.regime:
+        begun, logits = due, feed(turn)
+        due |= compactor.on_context_step_end(compacted) is not None
+    if begun:
         pairs.append(_gap(logits))
-    token, defer = int(logits[0].argmax()), config.defer if "deferred" in config.regime else 0
-    for step in range(1, max_new_tokens):
+    token = int(logits[0].argmax())
+    for _ in range(1, max_new_tokens):
         if token in stop_tokens:
             break
         logits = feed([token])
-        if step > defer:
+        if due:
             pairs.append(_gap(logits))
-        engine.compactor.on_generation_step_end(compacted)
+        due |= compactor.on_generation_step_end(compacted) is not None
         token = int(logits[0].argmax())
         on_step()
     if not pairs:

@@ -5,7 +5,8 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from bpkv_trt.config import BpkvConfig
+from bpkv_trt.config import BpkvConfig, Regime
+from bpkv_trt.core.budget import Scope
 from bpkv_trt.core.quota import Quota
 from bpkv_trt.core.selection import Selection, lowest_scores
 from bpkv_trt.core.statistics import ForwardStatistics
@@ -16,13 +17,18 @@ Requirement = Literal["last_queries", "received_attention", "query_moments", "re
 
 
 class Policy(ABC):
-    """A rule that scores entries: a low score is evicted first."""
+    """A rule that scores entries: a low score is evicted first.
+
+    `requires` names what the optional fields of `ForwardStatistics` must hold; queries and distribution at the scoring
+    positions come always.
+    """
 
     name: ClassVar[str]
     source: ClassVar[str]
     requires: ClassVar[frozenset[Requirement]] = frozenset()
-    scopes: ClassVar[frozenset[str]] = frozenset({"head", "layer", "global"})
-    regimes: ClassVar[frozenset[str]] = frozenset({"prefill", "deferred", "generation"})
+    scopes: ClassVar[tuple[Scope, ...]] = ("global", "layer", "head")  # that it can have, its own choice first
+    regimes: ClassVar[tuple[Regime, ...]] = ("prefill", "generation", "deferred")
+    takes_layer_table: ClassVar[bool] = True
     evicts_nothing: ClassVar[bool] = False
 
     def __init__(self, config: BpkvConfig, traits: ModelTraits) -> None:

@@ -37,21 +37,40 @@ def policy_class(name: str) -> type[Policy]:
     return _load(found[0])
 
 
-def make_policy(config: BpkvConfig, traits: ModelTraits) -> Policy:
-    """The configured policy for a model. Raises ConfigError where it cannot have the configured scope or regime."""
+def settled(config: BpkvConfig) -> BpkvConfig:
+    """The configuration with the policy's own scope and regime where the user gave none.
+
+    Raises ConfigError for an unknown policy, and for a scope, regime or layer table that the policy cannot have.
+    """
     policy = policy_class(config.policy)
-    if not policy.evicts_nothing:
-        _require(config.policy, "scope", (config.scope,), policy.scopes)
-        _require(config.policy, "regime", config.regime, policy.regimes)
-    return policy(config, traits)
-
-
-def _require(policy: str, option: str, given: tuple[str, ...], allowed: frozenset[str]) -> None:
-    refused = [value for value in given if value not in allowed]
-    if refused:
+    if policy.evicts_nothing:
+        return config
+    if config.layer_table is not None and not policy.takes_layer_table:
         raise ConfigError(
-            f"{option} is {','.join(given)}, which the policy {policy} cannot have: it works with "
-            f"{', '.join(sorted(allowed))} only. Change {option}, or choose another policy."
+            f"layer_table is {config.layer_table}, but the policy {config.policy} shares its budget over the layers by "
+            "a rule of its own. Leave the table out, or choose another policy."
+        )
+    changes: dict[str, object] = {}
+    if config.scope not in policy.scopes:
+        _refuse_if_given(config, "scope", config.scope, policy.scopes)
+        changes["scope"] = policy.scopes[0]
+    if refused := [regime for regime in config.regime if regime not in policy.regimes]:
+        _refuse_if_given(config, "regime", ",".join(refused), policy.regimes)
+        changes["regime"] = [regime for regime in config.regime if regime in policy.regimes] or policy.regimes[:1]
+    return config.replace(**changes)
+
+
+def make_policy(config: BpkvConfig, traits: ModelTraits) -> Policy:
+    """The policy of a settled configuration, for a model."""
+    assert settled(config) == config, "the configuration was not settled for its policy"
+    return policy_class(config.policy)(config, traits)
+
+
+def _refuse_if_given(config: BpkvConfig, option: str, value: str, allowed: tuple[str, ...]) -> None:
+    if option in config.model_fields_set:
+        raise ConfigError(
+            f"{option} is {value}, which the policy {config.policy} cannot have: it works with {', '.join(allowed)} "
+            f"only. Change or leave out {option}, or choose another policy."
         )
 
 

@@ -19,6 +19,7 @@ from bpkv_trt.pool.pool import PagedKvPool
 from bpkv_trt.pool.view import SequenceView
 from bpkv_trt.profiling import Trace
 
+KEEP_ALL = Budget.parse("1")
 STAGES = ("readout", "score", "select", "compact")
 
 
@@ -61,7 +62,18 @@ class CompactionEvent:
 class _Request:
     prompt_length: int = 0
     generated: int = 0
-    prompt_settled: bool = False  # the prompt's one compaction has happened, or been found unnecessary
+    reported: set[Regime] = field(default_factory=set)  # regimes that came due, whether or not anything was evicted
+
+
+@dataclass(frozen=True)
+class _Demand:
+    """One compaction that is due."""
+
+    regime: Regime
+    budget: ResolvedBudget
+    counted: Tensor  # [L, Hkv] rows that the budget counts
+    first: int  # the first logical position that may go; the recent window bounds them from above
+    positions: int  # scoring positions
 
 
 class Compactor:
@@ -97,58 +109,65 @@ class Compactor:
         """The prompt, or a later turn of it, has been encoded; its entries are protected in the generation regime."""
         request = self.requests[sequence]
         request.prompt_length = self.pool.logical_length(sequence)
-        if "prefill" not in self.config.regime or request.prompt_settled:
+        if "prefill" not in self.config.regime or "prefill" in request.reported:
             return None
-        return self._compact_prompt(sequence, request, "prefill", self.config.positions)
+        return self._compact(sequence, self._prompt_demand(sequence, "prefill", self.config.positions))
 
     def on_generation_step_end(self, sequence: int) -> CompactionEvent | None:
         """One generated token has been run through the model, and its row is in the pool."""
         request = self.requests[sequence]
         request.generated += 1
-        if "deferred" in self.config.regime and not request.prompt_settled:
+        if "deferred" in self.config.regime and "deferred" not in request.reported:
             if request.generated < self.config.defer:
                 return None
-            return self._compact_prompt(sequence, request, "deferred", self.config.scoring_positions)
+            return self._compact(sequence, self._prompt_demand(sequence, "deferred", self.config.scoring_positions))
         if "generation" in self.config.regime and request.generated % self.config.interval == 0:
-            return self._compact_generated(sequence, request)
+            return self._compact(sequence, self._answer_demand(sequence))
         return None
 
-    def on_request_finish(self, sequence: int) -> CompactionEvent | None:
-        """Forget the request; a deferred compaction that never came due is reported."""
-        request = self.requests.pop(sequence)
-        if "deferred" not in self.config.regime or request.prompt_settled or self.policy.evicts_nothing:
-            return None
-        note = (
-            f"not compacted: the answer ended after {request.generated} tokens, before the {self.config.defer} of defer"
-        )
-        return self._unchanged(sequence, request, "deferred", note)
+    def on_request_finish(self, sequence: int) -> list[CompactionEvent]:
+        """Forget the request; every regime that never came due is reported as such."""
+        request = self.requests[sequence]
+        missed = [regime for regime in self.config.regime if regime not in request.reported]
+        due = {
+            "prefill": "the end of its prompt",
+            "deferred": f"the {self.config.defer} of defer",
+            "generation": f"the {self.config.interval} of interval",
+        }
+        note = f"not compacted: the request ended after {request.generated} decoded tokens, before "
+        events = [self._unchanged(sequence, regime, note + due[regime]) for regime in missed]
+        del self.requests[sequence]
+        return events
 
-    def resolve_prompt(self, tokens: int) -> ResolvedBudget:
-        """What the budget means for a prompt of so many tokens; raises ConfigError where it cannot be honoured."""
-        return self._resolve(self.config.budget, tokens, self.config.protected)
+    def check_budget(self, turns: Sequence[int]) -> None:
+        """Raise ConfigError where the budget cannot be honoured for a prompt of turns of so many tokens.
+
+        For a request that is yet to run: a budget in tokens or bytes below the protected entries is refused here and
+        not in the middle of an answer.
+        """
+        compacted = turns[0] if "prefill" in self.config.regime else sum(turns) + self.config.defer
+        self._resolve(self.config.budget, compacted, self.config.protected)
 
     def size_of(self, sequence: int) -> tuple[int, int]:
         """Entries that the budget counts, and bytes of all the pages that the sequence owns."""
         lengths = self.pool.lengths(sequence)[list(self.traits.compactable_layers)]
         return int(lengths.sum()), self.pool.bytes_of(sequence)
 
-    def _compact_prompt(self, sequence: int, request: _Request, regime: Regime, positions: int) -> CompactionEvent:
-        request.prompt_settled = True
-        resolved = self.resolve_prompt(self.pool.logical_length(sequence))
-        lengths = torch.from_numpy(self.pool.lengths(sequence))
-        return self._compact(sequence, request, regime, resolved, lengths, first=self.config.sinks, positions=positions)
+    def _prompt_demand(self, sequence: int, regime: Regime, positions: int) -> _Demand:
+        budget = self._resolve(self.config.budget, self.pool.logical_length(sequence), self.config.protected)
+        counted = torch.from_numpy(self.pool.lengths(sequence))
+        return _Demand(regime, budget, counted, self.config.sinks, min(positions, budget.tokens))
 
-    def _compact_generated(self, sequence: int, request: _Request) -> CompactionEvent:
-        generated = (self.pool.view(sequence).position_table() >= request.prompt_length).sum(-1)
-        longest = self.pool.logical_length(sequence) - request.prompt_length
-        resolved = self._resolve(self.config.generation_budget, longest, self.config.recent)
-        return self._compact(
-            sequence, request, "generation", resolved, generated, request.prompt_length, self.config.positions
-        )
+    def _answer_demand(self, sequence: int) -> _Demand:
+        prompt = self.requests[sequence].prompt_length
+        counted = (self.pool.view(sequence).position_table() >= prompt).sum(-1)
+        longest = self.pool.logical_length(sequence) - prompt
+        budget = self._resolve(self.config.generation_budget, longest, self.config.recent)
+        return _Demand("generation", budget, counted, prompt, self.config.positions)
 
     def _resolve(self, budget: Budget, tokens: int, protected: int) -> ResolvedBudget:
         return resolve(
-            budget,
+            KEEP_ALL if self.policy.evicts_nothing else budget,
             tokens=tokens,
             layers=len(self.traits.compactable_layers),
             kv_heads=self.traits.kv_heads,
@@ -157,71 +176,62 @@ class Compactor:
             protected=protected,
         )
 
-    def _compact(
-        self,
-        sequence: int,
-        request: _Request,
-        regime: Regime,
-        resolved: ResolvedBudget,
-        counted: Tensor,
-        first: int,
-        positions: int,
-    ) -> CompactionEvent:
-        """Bring the `counted` [L, Hkv] rows down to the budget; positions from `first` to the recent window may go."""
-        if self.policy.evicts_nothing:
-            return self._unchanged(sequence, request, regime, f"the policy {self.policy.name} evicts nothing")
-        if not self.traits.compactable_layers:
-            note = "every layer of the model has a sliding window, and such entries stand outside the budget"
-            return self._unchanged(sequence, request, regime, note)
-        counted = counted.to(self.pool.keys.device)
-        quota = quotas(resolved, self.config.scope, counted, self.traits.compactable_layers, self.layer_weights)
-        if int(quota.evict.sum()) == 0:
-            return self._unchanged(
-                sequence, request, regime, resolved.note or f"within the budget {resolved.requested}"
-            )
-        before, size = self.trace.seconds(), self.size_of(sequence)
-        positions = min(positions, self.pool.logical_length(sequence))
+    def _compact(self, sequence: int, demand: _Demand) -> CompactionEvent:
+        request = self.requests[sequence]
+        request.reported.add(demand.regime)
+        counted = demand.counted.to(self.pool.keys.device)
+        quota = quotas(demand.budget, self.config.scope, counted, self.traits.compactable_layers, self.layer_weights)
+        reason = self._reason_to_keep_all(demand, int(quota.evict.sum()))
+        if reason is not None:
+            return self._unchanged(sequence, demand.regime, reason, demand.budget.clamped)
+        before, (entries, size) = self.trace.seconds(), self.size_of(sequence)
         view = self.pool.view(sequence)
-        statistics = self.source.collect(sequence, positions, self.trace)
+        statistics = self.source.collect(sequence, demand.positions, self.trace)
         with self.trace.range("score", payload=int(counted.sum())):
             scores = self._weighted(self.policy.score(statistics, view))
-        eligible = self._eligible(view, first)
-        if not bool(torch.isfinite(scores[eligible]).all()):
-            broken = int((~torch.isfinite(scores[eligible])).sum())
-            return self._unchanged(sequence, request, regime, f"not compacted: {broken} scores are NaN or Inf")
+        eligible = self._eligible(view, demand.first)
+        broken = int((~torch.isfinite(scores[eligible])).sum())
+        if broken:
+            return self._unchanged(sequence, demand.regime, f"not compacted: {broken} scores are NaN or Inf")
         with self.trace.range("select", payload=int(quota.evict.sum())):
             selection = self.policy.select(scores, eligible, quota, statistics, view)
         with self.trace.range("compact", payload=int(quota.evict.sum())):
             plan = CompactionPlan.from_eviction(view, selection.evict)
-            result = self.pool.apply(plan)
+            pages_freed = self.pool.apply(plan)
             self.source.compacted(sequence, plan)
-        entries_before, bytes_before = size
-        entries_after, bytes_after = self.size_of(sequence)
+        entries_after, size_after = self.size_of(sequence)
         return CompactionEvent(
             step=request.generated,
-            regime=regime,
-            entries_before=entries_before,
+            regime=demand.regime,
+            entries_before=entries,
             entries_after=entries_after,
-            bytes_before=bytes_before,
-            bytes_after=bytes_after,
-            pages_freed=result.pages_freed,
+            bytes_before=size,
+            bytes_after=size_after,
+            pages_freed=pages_freed,
             estimated_kl=selection.estimated_kl,
             estimated_kl_stage1=selection.estimated_kl_stage1,
             covered_mass=float(statistics.covered_mass.mean()),
             epsilon_relaxed=selection.epsilon_relaxed,
             rejected=selection.rejected,
-            clamped=resolved.clamped,
-            note=resolved.note,
-            seconds={
-                stage: seconds - before[stage] for stage, seconds in self.trace.seconds().items() if stage in STAGES
-            },
+            clamped=demand.budget.clamped,
+            note=demand.budget.note,
+            seconds={stage: self.trace.seconds()[stage] - before[stage] for stage in STAGES},
         )
 
+    def _reason_to_keep_all(self, demand: _Demand, evicted: int) -> str | None:
+        if self.policy.evicts_nothing:
+            return f"the policy {self.policy.name} evicts nothing"
+        if not self.traits.compactable_layers:
+            return "every layer of the model has a sliding window, and such entries stand outside the budget"
+        return None if evicted else demand.budget.note or f"within the budget {demand.budget.requested}"
+
     def _weighted(self, scores: Tensor) -> Tensor:
-        # Where all layers compete, a layer table cannot set counts, so it weighs the scores.
+        # Where all layers compete, a layer table cannot set counts, so it weighs the scores; at most by 1, since only
+        # ratios matter and a large score must stay finite.
         if self.layer_weights is None or self.config.scope != "global":
             return scores
-        return scores * torch.tensor(self.layer_weights, dtype=scores.dtype, device=scores.device)[:, None, None]
+        weights = torch.tensor(self.layer_weights, dtype=scores.dtype, device=scores.device)
+        return scores * (weights / weights.max())[:, None, None]
 
     def _eligible(self, view: SequenceView, first: int) -> Tensor:
         """[L, Hkv, T] bool: rows whose logical position is at least `first` and before the recent window."""
@@ -231,6 +241,7 @@ class Compactor:
             eligible[layer] = False
         return eligible.to(self.pool.keys.device)
 
-    def _unchanged(self, sequence: int, request: _Request, regime: Regime, note: str) -> CompactionEvent:
+    def _unchanged(self, sequence: int, regime: Regime, note: str, clamped: bool = False) -> CompactionEvent:
         entries, size = self.size_of(sequence)
-        return CompactionEvent(request.generated, regime, entries, entries, size, size, note=note)
+        step = self.requests[sequence].generated
+        return CompactionEvent(step, regime, entries, entries, size, size, clamped=clamped, note=note)

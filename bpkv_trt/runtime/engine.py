@@ -7,8 +7,9 @@ from torch import Tensor
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.layer_table import LayerTable
 from bpkv_trt.models.loading import LoadedModel
-from bpkv_trt.policies.registry import make_policy
+from bpkv_trt.policies.registry import make_policy, settled
 from bpkv_trt.pool.pool import PagedKvPool
+from bpkv_trt.pool.storage import pages_of
 from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.compactor import CompactionEvent, Compactor
 from bpkv_trt.runtime.step import Chunk
@@ -23,7 +24,7 @@ class Engine:
 
     def __init__(self, loaded: LoadedModel, config: BpkvConfig, pool: PagedKvPool, trace: Trace | None = None) -> None:
         """Raises ConfigError where policy, configuration and model do not go together."""
-        traits = loaded.traits
+        traits, config = loaded.traits, settled(config)
         policy = make_policy(config, traits)
         weights = None if config.layer_table is None else LayerTable.load(config.layer_table).weights_for(traits.layers)
         self.trace = trace or Trace()
@@ -42,12 +43,12 @@ class Engine:
         self.compactor.on_request_init(sequence)
         return sequence
 
-    def close(self, sequence: int) -> CompactionEvent | None:
-        """Give the sequence's pages back; reports a compaction that never came due."""
-        event = self.compactor.on_request_finish(sequence)
+    def close(self, sequence: int) -> list[CompactionEvent]:
+        """Give the sequence's pages back; reports compactions that never came due."""
+        events = self.compactor.on_request_finish(sequence)
         self.statistics.close(sequence)
         self.host.release(sequence)
-        return event
+        return events
 
     def encode(self, turns: Sequence[Turn]) -> Tensor:
         """Run prompts, or further turns of them, through the model; returns next-token logits [B, V]."""
@@ -71,7 +72,7 @@ def make_pool(loaded: LoadedModel, rows: int, page_size: int, *, caches: int = 1
         layers=traits.layers,
         kv_heads=traits.kv_heads,
         head_dim=traits.head_dim,
-        pages=caches * -(-rows // page_size) * traits.layers * traits.kv_heads,
+        pages=caches * pages_of(rows, page_size) * traits.layers * traits.kv_heads,
         page_size=page_size,
         dtype=parameter.dtype,
         device=parameter.device,

@@ -26,7 +26,6 @@ class Request:
     generated: list[int] = field(default_factory=list)
     events: list[CompactionEvent] = field(default_factory=list)
     finished: FinishReason | None = None
-    encoded: tuple[int, int] = (0, 0)  # entries and bytes of the prompt's first turn, before any compaction
 
     @property
     def handle(self) -> int:
@@ -55,9 +54,14 @@ class Generator:
         self.running: list[Request] = []
 
     def add(self, turns: Sequence[Sequence[int]], sampling: SamplingParams) -> Request:
-        """Queue a request. Raises InputError for an empty turn, PoolExhausted for one that can never fit."""
+        """Queue a request.
+
+        Raises InputError for an empty turn, ConfigError for a budget that cannot be honoured, PoolExhausted for a
+        request that can never fit.
+        """
         if not turns or not all(turns):
             raise InputError("The prompt has no tokens, so there is nothing to continue; give some text.")
+        self.engine.compactor.check_budget([len(turn) for turn in turns])
         request = Request(turns, sampling, Sampler(sampling))
         needed, pages = self.engine.pool.pages_for(request.rows_to_come), self.engine.pool.pages
         if needed > pages:
@@ -71,7 +75,8 @@ class Generator:
     def step(self) -> list[Request]:
         """Encode the prompts of newly admitted requests, else decode one token of every running one.
 
-        Returns the requests that gained a token. If the batch fails, all of it is aborted and the error raised.
+        Returns the requests that drew a token, be it a stop token. If the batch fails, all of it is aborted and the
+        error raised.
         Raises PoolExhausted where nothing runs and yet the pool has no room, because others hold its pages.
         """
         admitted = self._admit()
@@ -133,8 +138,6 @@ class Generator:
             batch = [request for request in admitted if turn < len(request.turns)]
             logits = self.engine.encode([(request.handle, request.turns[turn]) for request in batch])
             for request, row in zip(batch, logits, strict=True):
-                if turn == 0:
-                    request.encoded = self.engine.compactor.size_of(request.handle)
                 request.note(self.engine.compactor.on_context_step_end(request.handle))
                 if turn == len(request.turns) - 1:
                     self._take_token(request, row)
@@ -157,6 +160,6 @@ class Generator:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finished = reason
         if request.sequence is not None:
-            request.note(self.engine.close(request.sequence))
+            request.events += self.engine.close(request.sequence)
             self.running.remove(request)
             request.sequence = None

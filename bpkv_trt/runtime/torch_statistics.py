@@ -6,7 +6,7 @@ from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.readout import DirectReadout
 from bpkv_trt.core.statistics import ForwardStatistics, Readout
 from bpkv_trt.core.topk import topk_distribution
-from bpkv_trt.models.modules import inverse_frequencies, rotates_halves
+from bpkv_trt.models.modules import inverse_frequencies, rope_can_be_undone
 from bpkv_trt.policies.base import Requirement
 from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.profiling import Trace
@@ -28,7 +28,7 @@ class TorchStatistics:
     def offers(self) -> frozenset[Requirement]:
         """All that this host can observe; query moments only where RoPE turns halves, as `QueryMoments` means it."""
         always: frozenset[Requirement] = frozenset({"last_queries", "received_attention", "readout"})
-        return always | {"query_moments"} if rotates_halves(self.host.model) else always
+        return always | {"query_moments"} if rope_can_be_undone(self.host.model) else always
 
     def open(self, sequence: int) -> None:
         """Start observing what the policy requires of a new sequence."""

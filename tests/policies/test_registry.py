@@ -9,7 +9,7 @@ from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.traits import ModelTraits
 from bpkv_trt.errors import ConfigError
 from bpkv_trt.policies.base import Policy
-from bpkv_trt.policies.registry import make_policy, policy_class, policy_names
+from bpkv_trt.policies.registry import make_policy, policy_class, policy_names, settled
 
 BUILT_IN = ("bpkv", "full", "random", "streaming_llm", "snapkv", "h2o", "expected_attention")
 TRAITS = ModelTraits(
@@ -22,16 +22,17 @@ TRAITS = ModelTraits(
     vocabulary=9,
     attention_scale=0.5,
 )
-OUTSIDE = '''
+OUTSIDE = """
 from bpkv_trt.policies.random import Random
 
 class Outside(Random):
     name = "outside"
-    scopes = frozenset({"head"})
-    regimes = frozenset({"prefill"})
+    scopes = ("head",)
+    regimes = ("prefill",)
+    takes_layer_table = False
 
 NOT_A_POLICY = 3
-'''
+"""
 ENTRY_POINTS = """[bpkv.policies]
 outside = outside_policy:Outside
 gone = outside_policy:Gone
@@ -100,9 +101,26 @@ def test_a_broken_registration_is_named(name: str, reason: str) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_scope_or_regime_that_the_policy_cannot_have_is_refused() -> None:
-    with pytest.raises(ConfigError, match="scope is global, which the policy outside cannot have: it works with head"):
-        make_policy(BpkvConfig(policy="outside", scope="global"), TRAITS)
-    with pytest.raises(ConfigError, match="regime is prefill,generation, which .* works with prefill only"):
-        make_policy(BpkvConfig(policy="outside", scope="head"), TRAITS)
-    assert make_policy(BpkvConfig(policy="outside", scope="head", regime="prefill"), TRAITS).name == "outside"
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"scope": "global"}, "scope is global, which the policy outside cannot have: it works with head only"),
+        ({"regime": "prefill,generation"}, "regime is generation, which .* works with prefill only"),
+        ({"layer_table": "table.json"}, "layer_table is table.json, but the policy outside shares its budget"),
+    ],
+)
+def test_what_the_policy_cannot_have_is_refused(options: dict[str, str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        settled(BpkvConfig(policy="outside", **options))
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_policy_brings_its_own_scope_and_regime_where_none_are_given() -> None:
+    config = settled(BpkvConfig(policy="outside", budget="0.3"))
+    assert (config.scope, config.regime, str(config.budget)) == ("head", ("prefill",), "0.3")
+    assert make_policy(config, TRAITS).config == config
+    assert settled(config) == config
+
+
+def test_the_default_policy_keeps_the_defaults() -> None:
+    assert settled(BpkvConfig()) == BpkvConfig()

@@ -1,5 +1,6 @@
 """When sequences are compacted, to how much, and what is refused before anything runs."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,13 @@ from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.errors import ConfigError, StalePlan
 from bpkv_trt.policies.base import Policy, Requirement
+from bpkv_trt.policies.bpkv import Bpkv
 from bpkv_trt.policies.registry import make_policy
 from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.pool.view import SequenceView
 from bpkv_trt.runtime.compactor import CompactionEvent, Compactor
+from bpkv_trt.runtime.generator import Generator
+from bpkv_trt.runtime.sampling import SamplingParams
 from tests.runtime.random_models import COMPACTABLE, SMALL, engine_of, random_tokens, wrapped
 from tests.runtime.trail import Trail, follow
 
@@ -233,3 +237,34 @@ def test_events_count_what_the_pool_holds(name: str) -> None:
     assert first.covered_mass is not None and 0 < first.covered_mass <= 1
     assert set(first.seconds) == {"readout", "score", "select", "compact"}
     assert all(seconds > 0 for seconds in first.seconds.values())
+
+
+def test_a_layer_table_only_has_ratios(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest finite score, which an entry gets that is all its head attends to, stays finite under any table."""
+    honest = Bpkv.score
+
+    def one_sole_entry(self: Bpkv, *args: object) -> torch.Tensor:
+        scores = honest(self, *args)  # type: ignore[arg-type]
+        scores[0, 0, 10] = torch.finfo(torch.float32).max
+        return scores
+
+    monkeypatch.setattr(Bpkv, "score", one_sole_entry)
+    kept = []
+    for weight in (1.0, 1000.0):
+        table = tmp_path / f"{weight}.json"
+        table.write_text(json.dumps({"weights": [weight] * wrapped("llama").traits.layers}))
+        trail = driven(regime="prefill", scope="global", layer_table=table)
+        assert trail.events[0].note is None
+        kept.append(trail.hidden_from())
+    assert torch.equal(*kept)
+
+
+def test_a_budget_that_a_later_compaction_cannot_honour_is_refused_before_the_run() -> None:
+    short = random_tokens(1, 10)
+    engine = engine_of("llama", regime="deferred", defer=5, budget="0.3kB")
+    with pytest.raises(ConfigError, match="protected"):
+        Generator(engine).add([short], SamplingParams(max_new_tokens=20))
+    assert engine.pool.live_pages == 0
+    full = Generator(engine_of("llama", regime="deferred", defer=5, budget="0.3kB", policy="full"))
+    (request,) = full.generate([full.add([short], SamplingParams(max_new_tokens=20))])
+    assert request.finished == "length"

@@ -1,6 +1,6 @@
 """The estimate ranks masks as masked forwards do: Spearman over masks of one size, on trained models and on SmolLM2.
 
-Bounds are those of the design: 0.75 for the exact readout, 0.65 for the direct one. The mean over prompts is held to
+Bounds: 0.75 for the exact readout, 0.65 for the direct one. The mean over prompts is held to
 them; what each prompt, and masks without structure, give is in `profiles/results`.
 """
 
@@ -26,7 +26,7 @@ def correlations(name: str, prompts: list[list[int]], kind: MaskKind, count: int
     }
     found = []
     for seed, tokens in enumerate(prompts):
-        masks = masks_of(kind, model.traits, len(tokens), slice(4, 32), count, 1000 + seed)
+        masks = masks_of(kind, model.traits, len(tokens), count, 1000 + seed)
         found.append(study(engines, tokens, masks, POSITIONS).spearman())
     return {key: statistics.mean(each[key] for each in found) for key in found[0]}
 

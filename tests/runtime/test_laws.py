@@ -1,7 +1,8 @@
-"""The laws that every change keeps, on trained models (L1-L9 of the design)."""
+"""The laws that every change keeps, on trained models (L1-L9 of docs/structure.md)."""
 
 import copy
 import gc
+import itertools
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -103,22 +104,22 @@ def test_l1_and_l2_on_real_models(make_engine: MakeEngine, name: str, length: in
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_l2_attention_reads_the_pages(make_engine: MakeEngine, name: str) -> None:
-    """Any live page that is spoilt changes the next logits; a free one changes nothing."""
+    """Spoiling the first page of any head, in K or in V, changes the next logits; a free page changes nothing."""
     tokens = prompt_tokens(name, 3, 120)
 
-    def logits_with(spoil: str | None) -> Tensor:
+    def logits_with(side: str, page: tuple[int, int] | None) -> Tensor:
         engine = make_engine(name, budget="0.5", regime="prefill")
         (trail,) = follow(engine, [tokens], [[7]])
-        table = engine.pool.page_table(trail.sequence)
-        live = table[engine.host.traits.compactable_layers[-1], 0, 0]
-        free = next(page for page in range(engine.pool.pages) if page not in table)
-        if spoil is not None:
-            engine.pool.values[int(live) if spoil == "live" else free] = 3.0
+        table = engine.pool.page_table(trail.sequence)  # [L, Hkv, P]
+        free = next(number for number in range(engine.pool.pages) if number not in table)
+        getattr(engine.pool, side)[free if page is None else int(table[page[0], page[1], 0])] = 3.0
         return engine.decode([(trail.sequence, [9])])
 
-    untouched = logits_with(None)
-    assert torch.equal(logits_with("free"), untouched)
-    assert not torch.allclose(logits_with("live"), untouched, atol=1e-3)
+    traits, untouched = loaded(name).traits, logits_with("keys", None)
+    for side in ("keys", "values"):
+        assert torch.equal(logits_with(side, None), untouched)
+        for page in itertools.product(traits.compactable_layers, range(traits.kv_heads)):
+            assert not torch.allclose(logits_with(side, page), untouched, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -275,19 +276,29 @@ def test_l8_broken_scores_of_protected_entries_do_not_matter(
     assert torch.equal(fine.hidden_from(), spoilt.hidden_from())
 
 
-def notes(engine: Engine, tokens: list[int], steps: int) -> list[str | None]:
+def notes(engine: Engine, tokens: list[int], steps: int) -> list[str]:
     (trail,) = follow(engine, [tokens], [tokens[:steps]])
-    event = engine.close(trail.sequence)
-    return [each.note for each in (*trail.events, event) if each is not None]
+    events = [*trail.events, *engine.close(trail.sequence)]
+    assert {event.regime for event in events} == set(engine.compactor.config.regime)
+    return [event.note for event in events if event.note is not None]
 
 
 def test_l9_compression_that_did_not_happen_is_reported(make_engine: MakeEngine) -> None:
     tokens = prompt_tokens("tiny-llama", 1, 120)
     (short,) = notes(make_engine("tiny-llama", regime="prefill"), tokens[:18], 1)
-    assert short is not None and "not more than the 20 protected" in short
+    assert "not more than the 20 protected" in short
     (full,) = notes(make_engine("tiny-llama", policy="full", regime="prefill"), tokens, 1)
-    assert full is not None and "evicts nothing" in full
+    assert "evicts nothing" in full
     (early,) = notes(make_engine("tiny-llama", regime="deferred", defer=8), tokens, 3)
-    assert early is not None and "ended after 3 tokens" in early
+    assert "ended after 3 decoded tokens, before the 8 of defer" in early
+    (brief,) = notes(make_engine("tiny-llama", regime="prefill,generation", budget="0.3"), tokens, 15)
+    assert "ended after 15 decoded tokens, before the 16 of interval" in brief
     (clamped,) = notes(make_engine("tiny-llama", regime="prefill", budget="0.05"), tokens, 1)
-    assert clamped is not None and "raised to the 20 protected" in clamped
+    assert "raised to the 20 protected" in clamped
+
+
+def test_l9_keeping_more_than_was_asked_for_is_clamped(make_engine: MakeEngine) -> None:
+    for budget, length in (("0.2", 18), ("0.05", 120)):
+        engine = make_engine("tiny-llama", regime="prefill", budget=budget)
+        (trail,) = follow(engine, [prompt_tokens("tiny-llama", 1, 130)[:length]], [[5]])
+        assert trail.events[0].clamped

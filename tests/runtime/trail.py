@@ -75,4 +75,4 @@ def keep(engine: Engine, sequence: int, kept: dict[tuple[int, int], Sequence[int
         evict[layer, head, list(rows)] = False
     plan = CompactionPlan.from_eviction(view, evict)
     engine.statistics.compacted(sequence, plan)
-    return engine.pool.apply(plan).pages_freed
+    return engine.pool.apply(plan)
