@@ -194,6 +194,16 @@ class PagedKvPool:
         return tuple(self._table.slots)
 
     @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self.keys.device
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one number in the cache."""
+        return self.keys.element_size()
+
+    @property
     def free_pages(self) -> int:
         """Pages that nobody owns."""
         return self._allocator.free_pages

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bpkv_trt.config import BpkvConfig, Regime
@@ -15,12 +17,38 @@ from bpkv_trt.core.traits import ModelTraits
 from bpkv_trt.errors import ConfigError
 from bpkv_trt.policies.base import Policy, Requirement
 from bpkv_trt.pool.plan import CompactionPlan
-from bpkv_trt.pool.pool import PagedKvPool
 from bpkv_trt.pool.view import SequenceView
 from bpkv_trt.profiling import Trace
 
 KEEP_ALL = Budget.parse("1")
 STAGES = ("readout", "score", "select", "compact")
+
+
+class CompactablePool(Protocol):
+    """What deciding and applying a compaction needs of a pool, whatever its layout."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its rows are."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one number in it."""
+
+    def lengths(self, sequence: int) -> NDArray[np.int32]:
+        """[L, Hkv] rows held."""
+
+    def logical_length(self, sequence: int) -> int:
+        """Tokens seen, evicted or not."""
+
+    def view(self, sequence: int) -> SequenceView:
+        """What a policy sees of a sequence now."""
+
+    def bytes_of(self, sequence: int) -> int:
+        """Bytes of the pages that a sequence owns."""
+
+    def apply(self, plan: CompactionPlan) -> int:
+        """Keep only the planned rows; returns the pages freed. StalePlan, with nothing moved, where it does not fit."""
 
 
 class StatisticsSource(Protocol):
@@ -84,7 +112,7 @@ class Compactor:
         config: BpkvConfig,
         policy: Policy,
         traits: ModelTraits,
-        pool: PagedKvPool,
+        pool: CompactablePool,
         source: StatisticsSource,
         layer_weights: Sequence[float] | None = None,
         trace: Trace | None = None,
@@ -172,14 +200,14 @@ class Compactor:
             layers=len(self.traits.compactable_layers),
             kv_heads=self.traits.kv_heads,
             head_dim=self.traits.head_dim,
-            itemsize=self.pool.keys.element_size(),
+            itemsize=self.pool.itemsize,
             protected=protected,
         )
 
     def _compact(self, sequence: int, demand: _Demand) -> CompactionEvent:
         request = self.requests[sequence]
         request.reported.add(demand.regime)
-        counted = demand.counted.to(self.pool.keys.device)
+        counted = demand.counted.to(self.pool.device)
         quota = quotas(demand.budget, self.config.scope, counted, self.traits.compactable_layers, self.layer_weights)
         reason = self._reason_to_keep_all(demand, int(quota.evict.sum()))
         if reason is not None:
@@ -239,7 +267,7 @@ class Compactor:
         eligible = (positions >= first) & (positions < view.logical_length - self.config.recent)
         for layer in self.traits.sliding_layers:
             eligible[layer] = False
-        return eligible.to(self.pool.keys.device)
+        return eligible.to(self.pool.device)
 
     def _unchanged(self, sequence: int, regime: Regime, note: str, clamped: bool = False) -> CompactionEvent:
         entries, size = self.size_of(sequence)
