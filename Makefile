@@ -20,7 +20,7 @@ test: lint
 	@"$(ENV_PYTHON)" -m pytest $(PYTEST_ARGS)
 
 lint:
-	@set -e; python="$(ENV_PYTHON)"; $$python -m ruff check .; $$python -m mypy
+	@set -e; python="$(ENV_PYTHON)"; $$python -m ruff check .; $$python -m ruff format --check .; $$python -m mypy
 
 environment:
 	@echo "$(ENV_PYTHON)"

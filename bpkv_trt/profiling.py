@@ -28,14 +28,15 @@ class TraceEvent:
 
 
 class Trace:
-    """Ranges of one run, in order of completion.
+    """Seconds spent in ranges; with `record` also every range by itself, in order of completion.
 
     `synchronize` (for example `torch.cuda.synchronize`) is called at both ends of every range, so that a range holds
     the device work it launched; without it, launches are timed.
     """
 
-    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
-        self.events: list[TraceEvent] = []
+    def __init__(self, synchronize: Callable[[], None] | None = None, record: bool = False) -> None:
+        self.events: list[TraceEvent] = []  # stays empty without `record`: a long-lived trace must not grow
+        self._record = record
         self._synchronize = synchronize
         self._open: list[RangeName] = []
         self._origin = time.perf_counter_ns()
@@ -43,7 +44,7 @@ class Trace:
 
     @contextmanager
     def range(self, name: RangeName, payload: int | None = None) -> Iterator[None]:
-        """Time a block; ranges may nest, and a block that raises is recorded as well."""
+        """Time a block; ranges may nest, and a block that raises counts as well."""
         if _domain is not None:
             _domain.push_range(_domain.get_event_attributes(message=name, payload=payload))
         self._open.append(name)
@@ -53,7 +54,8 @@ class Trace:
         finally:
             end = self._now()
             self._open.pop()
-            self.events.append(TraceEvent(name, start, end, len(self._open), payload))
+            if self._record:
+                self.events.append(TraceEvent(name, start, end, len(self._open), payload))
             if name not in self._open:  # a range within one of its own name is already counted by the outer one
                 self._seconds[name] += (end - start) / 1e9
             if _domain is not None:
@@ -69,7 +71,7 @@ class Trace:
         return dict(self._seconds)
 
     def chrome(self) -> dict[str, Any]:
-        """The trace as a Chrome trace document (chrome://tracing, Perfetto): complete events, microseconds."""
+        """The recorded ranges as a Chrome trace document (chrome://tracing, Perfetto), in microseconds."""
         events = [
             {
                 "name": event.name,

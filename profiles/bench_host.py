@@ -7,7 +7,6 @@ A ratio compares medians of interleaved repeats; absolute times are printed only
 
 import argparse
 import json
-import platform
 import pydoc_data.topics
 import statistics as stats
 import time
@@ -16,16 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
 from bpkv_trt.config import BpkvConfig
+from bpkv_trt.documents import document
 from bpkv_trt.models.loading import load_model
 from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.engine import Engine, make_pool
 
 PROMPT, LONG, DECODES = 4096, 8000, 8
+
+
+def config_with(**options: Any) -> BpkvConfig:
+    """What is measured, unless `options` say otherwise."""
+    return BpkvConfig(regime="prefill", budget="0.2", **options)
 
 
 class Bench:
@@ -39,7 +43,7 @@ class Bench:
         assert len(self.tokens) > LONG
 
     def engine(self, rows: int, **options: Any) -> Engine:
-        config = BpkvConfig(regime="prefill", budget="0.2", **options)
+        config = config_with(**options)
         return Engine(self.ours, config, make_pool(self.ours, rows, config.page_size), Trace())
 
     @torch.no_grad()
@@ -155,14 +159,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     bench = Bench(options.model, options.repeats)
-    document = {
-        "machine": {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "model": options.model,
-        "repeats": options.repeats,
-        "ratios": measure(bench),
-    }
-    text = json.dumps(document, indent=2)
+    body = {"model": options.model, "repeats": options.repeats, "ratios": measure(bench)}
+    text = json.dumps(document(config_with(), body), indent=2)
     print(text)
     if options.json is not None:
         options.json.write_text(text + "\n", encoding="utf-8")

@@ -1,6 +1,7 @@
 """The trace against a clock that the test moves by hand."""
 
 import json
+import pickle
 import time
 from collections.abc import Callable
 
@@ -22,7 +23,7 @@ def wait(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def test_nested_ranges_count_in_both_and_recursion_once(wait: Callable[[int], None]) -> None:
-    trace = Trace()
+    trace = Trace(record=True)
     with trace.range("prefill", payload=1000):
         wait(1)
         with trace.range("readout"):
@@ -43,7 +44,7 @@ def test_nested_ranges_count_in_both_and_recursion_once(wait: Callable[[int], No
 
 
 def test_a_range_that_raises_is_recorded_and_closed(wait: Callable[[int], None]) -> None:
-    trace = Trace()
+    trace = Trace(record=True)
     with pytest.raises(KeyError), trace.range("prefill"), trace.range("score"):
         wait(3)
         raise KeyError("inside")
@@ -54,11 +55,24 @@ def test_a_range_that_raises_is_recorded_and_closed(wait: Callable[[int], None])
 
 
 def test_traces_are_independent(wait: Callable[[int], None]) -> None:
-    first, second = Trace(), Trace()
+    first, second = Trace(record=True), Trace(record=True)
     with first.range("decode"), second.range("decode"):
         wait(1)
     assert first.events[0].depth == second.events[0].depth == 0
-    assert Trace().events == []
+    assert Trace(record=True).events == []
+
+
+def test_a_trace_that_is_not_asked_to_record_never_grows(wait: Callable[[int], None]) -> None:
+    trace = Trace()
+
+    def one_range() -> int:
+        with trace.range("decode", payload=1):
+            wait(1)
+        return len(pickle.dumps(vars(trace)))
+
+    first = one_range()
+    assert {one_range() for _ in range(1000)} == {first}
+    assert trace.seconds()["decode"] == 1001.0 and trace.events == []
 
 
 def test_the_device_is_waited_for_at_both_ends_only_when_asked(wait: Callable[[int], None]) -> None:
@@ -69,7 +83,7 @@ def test_the_device_is_waited_for_at_both_ends_only_when_asked(wait: Callable[[i
 
 
 def test_chrome_events_nest_in_time_and_carry_payloads(wait: Callable[[int], None]) -> None:
-    trace = Trace()
+    trace = Trace(record=True)
     with trace.range("prefill", payload=7):
         wait(1)
         with trace.range("readout"):
@@ -100,7 +114,7 @@ class _Domain:
 def test_profilers_see_balanced_ranges_with_payloads(monkeypatch: pytest.MonkeyPatch) -> None:
     domain = _Domain()
     monkeypatch.setattr(profiling, "_domain", domain)
-    trace = Trace()
+    trace = Trace(record=True)
     with pytest.raises(ValueError), trace.range("score", payload=12), trace.range("select"):
         raise ValueError
     assert domain.calls == [("score", 12), ("select", None), "pop", "pop"]

@@ -48,9 +48,7 @@ def test_the_light_core_works_alone(tmp_path: Path) -> None:
 
 
 def test_the_command_line_starts_without_torch() -> None:
-    loaded = run(
-        sys.executable, "-c", "import sys, bpkv_trt.cli; print(*sys.modules)", PYTHONPATH=str(ROOT)
-    ).split()
+    loaded = run(sys.executable, "-c", "import sys, bpkv_trt.cli; print(*sys.modules)", PYTHONPATH=str(ROOT)).split()
     assert "bpkv_trt.config" in loaded
     assert not {"torch", "transformers", "gguf", "matplotlib"} & set(loaded)
 

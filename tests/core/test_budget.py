@@ -80,16 +80,13 @@ def test_a_fraction_is_a_decimal_and_never_a_float() -> None:
     assert int(0.29 * 100) == 28
 
 
-@given(
-    percent=st.integers(1, 100), tokens=st.integers(1, 5000), layers=st.integers(1, 4), kv_heads=st.integers(1, 4)
-)
+@given(percent=st.integers(1, 100), tokens=st.integers(1, 5000), layers=st.integers(1, 4), kv_heads=st.integers(1, 4))
 def test_a_fraction_keeps_its_floor_or_the_protected(percent: int, tokens: int, layers: int, kv_heads: int) -> None:
     found = resolved(f"{percent}%", tokens, layers=layers, kv_heads=kv_heads)
     floor = percent * tokens // 100
     assert found.per_head == max(floor, min(PROTECTED, tokens))
     assert found.total == layers * kv_heads * found.per_head
     assert found.clamped == (found.per_head > floor) == (found.note is not None)
-    assert found.keeps_all == (found.per_head == tokens)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, SINKS, SINKS + RECENT, SINKS + RECENT + 1])
@@ -98,14 +95,14 @@ def test_short_sequences_are_never_emptied(text: str, tokens: int) -> None:
     found = resolved(text, tokens)
     assert found.per_head == (tokens if text in ("1", "1GiB") else min(tokens, PROTECTED))
     if tokens <= PROTECTED and text in ("0.01", "0.2"):
-        assert found.keeps_all and found.clamped and "nothing is evicted" in str(found.note)
+        assert found.per_head == tokens and found.clamped and "nothing is evicted" in str(found.note)
 
 
 @pytest.mark.parametrize("text", ["35t", "1t", "1kB", "55kB"])
 def test_tokens_or_bytes_below_the_protected_set_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=f"{PROTECTED}t"):
         resolved(text, 1000)
-    assert resolved(text, PROTECTED).keeps_all, "a prompt without anything to evict runs as full"
+    assert resolved(text, PROTECTED).per_head == PROTECTED, "a prompt without anything to evict runs as full"
 
 
 def test_bytes_tokens_and_fraction_say_the_same_budget() -> None:
@@ -115,7 +112,7 @@ def test_bytes_tokens_and_fraction_say_the_same_budget() -> None:
     for spare in (0, row - 1):
         assert resolved(Budget("bytes", Decimal(200 * row + spare), "exact"), 1000).total == 3 * 2 * 200
     assert resolved("300kB", 1000).per_head == 300_000 // row
-    assert resolved("1GiB", 1000).keeps_all and not resolved("1GiB", 1000).clamped
+    assert resolved("1GiB", 1000).per_head == 1000 and not resolved("1GiB", 1000).clamped
 
 
 @given(

@@ -13,7 +13,6 @@ from bpkv_trt.models.modules import (
     decoder_layers,
     final_norm_module,
     output_projection_module,
-    rotary,
 )
 from bpkv_trt.models.traits_of import traits_of
 from bpkv_trt.models.weights import ModelWeights
@@ -139,7 +138,6 @@ def test_dimensions_are_those_of_the_tensors(name: str) -> None:
     assert attention.k_proj.weight.shape == (traits.kv_heads * traits.head_dim, traits.width)
     assert weights.output_projection(0)[0].shape == (traits.width, traits.query_heads * traits.head_dim)
     assert len(decoder_layers(model)) == traits.layers
-    assert callable(rotary(model).forward)
     tied = model.get_output_embeddings().weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
     assert traits.tied_head == tied
 
