@@ -59,6 +59,23 @@ def test_broken_packages_are_findings_and_the_exit_code_is_0(tmp_path: Path) -> 
     assert len(done.stdout.splitlines()) == len(findings)
 
 
+def test_a_reader_that_has_gone_loses_no_report(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = (
+        "import sys, bpkv_trt.cli as cli; from bpkv_trt.doctor import Finding\n"
+        "cli.examine = lambda: [Finding('Python', 'ok', 'works')]\n"
+        "sys.exit(cli.main(['doctor', '--json', 'out.json']))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    assert done.returncode != 0 and done.stderr == ""
+    assert json.loads((tmp_path / "out.json").read_text())["findings"][0]["name"] == "Python"
+
+
 def test_what_is_absent_comes_with_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: None)

@@ -27,6 +27,16 @@ def test_a_document_names_configuration_versions_and_machine(tmp_path: Path) -> 
     assert stat.S_IMODE((tmp_path / "out.json").stat().st_mode) == 0o666 & ~mask
 
 
+def test_an_interrupt_leaves_no_half_of_a_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Path, target: Path) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_json(tmp_path / "out.json", {"run": 1})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_failed_write_leaves_the_old_document_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
