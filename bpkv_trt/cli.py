@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -104,7 +105,7 @@ def _generate(options: argparse.Namespace) -> None:
     try:
         # torch and transformers are loaded here, not before
         from bpkv_trt.generate import run_generate
-        from bpkv_trt.policies.registry import policy_class
+        from bpkv_trt.policies.registry import settled
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "bpkv_trt":
             raise
@@ -112,7 +113,7 @@ def _generate(options: argparse.Namespace) -> None:
             f"bpkv generate needs the Python package {error.name}, which is not installed; install what it needs with "
             "pip install 'bpkv-trt[hf]'. `bpkv doctor` shows what else is missing."
         ) from None
-    policy_class(request.config.policy)  # an unknown one is refused before the model is loaded
+    request = replace(request, config=settled(request.config))  # what a policy cannot have is refused before the model
     with progress_on(Console(stderr=True)) as progress:
         report: dict[str, Any] = run_generate(request, progress)
     _deliver(lambda: print_generate(report, Console()), options.json, document(request.config, report))
