@@ -41,6 +41,7 @@ PROMPTS: dict[str, Callable[[int, int], tuple[str, str]]] = {
 }
 TOKENS_PER_STEP = 4096
 PEAK_RATE, FINAL_RATE, WARMUP_STEPS = 2e-3, 2e-5, 50
+REST_WEIGHT = 0.1  # nats for attention that is not on the first token; after the repeating phase
 PLAIN_WEIGHT = 0.1  # of a token that no memory is needed for, against 1 for an answer
 REPEATING_SHARE = 0.1  # of the steps, first, on nothing but repeated words: the look-up heads form there
 # Longest prompt by share of training done.
@@ -105,6 +106,20 @@ def learning_rate(step: int, steps: int) -> float:
     return FINAL_RATE + (PEAK_RATE - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * done))
 
 
+def resting_mass(model: PreTrainedModel, attentions: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Mean attention on the first token in the layers that see all tokens, without the first layer (it looks back).
+
+    Large models come to rest their idle heads there by themselves; here a small term of the loss asks for it.
+    """
+    kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(attentions)
+    masses = [
+        attention[..., 0].float().mean()  # of [B, Hq, T, T]
+        for attention, kind in zip(attentions[1:], kinds[1:], strict=True)
+        if kind == "full_attention"
+    ]
+    return torch.stack(masses).mean()
+
+
 def train(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int, chat: bool, folder: Path
 ) -> float:
@@ -114,15 +129,19 @@ def train(
     losses: list[float] = []
     started = time.monotonic()
     model.train()
-    model.set_attn_implementation("sdpa_fp32")
+    model.set_attn_implementation("eager")
     for step in range(steps):
         batch = make_batch(draw_examples(rng, step / steps, chat), tokenizer)
         optimizer.param_groups[0]["lr"] = learning_rate(step, steps)
         with torch.autocast("cpu", torch.bfloat16):
-            logits = model(input_ids=batch.ids, use_cache=False).logits[:, :-1]  # [B, T-1, V]
+            output = model(input_ids=batch.ids, use_cache=False, output_attentions=True)
+        logits = output.logits[:, :-1]  # [B, T-1, V]
         targets, weights = batch.ids[:, 1:], batch.weights[:, 1:]
         nats = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
         loss = (nats * weights.flatten()).sum() / weights.sum()
+        rest = resting_mass(model, output.attentions)
+        if step >= REPEATING_SHARE * steps:
+            loss = loss + REST_WEIGHT * (1 - rest)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -133,7 +152,7 @@ def train(
             right = (logits.flatten(0, 1).argmax(-1) == targets.flatten())[answers].float().mean().item()
             print(
                 f"step {step + 1} width {batch.ids.shape[1]} loss {sum(losses[-50:]) / 50:.3f} "
-                f"answer tokens right {right:.3f} {time.monotonic() - started:.0f} s",
+                f"answer tokens right {right:.3f} at rest {rest.item():.2f} {time.monotonic() - started:.0f} s",
                 flush=True,
             )
         if step % 250 == 249:
@@ -185,16 +204,19 @@ def readme(family: str, arguments: argparse.Namespace, loss: float, minutes: flo
     """The model card: recipe, seed and the numbers this run measured."""
     return f"""# tiny-{family}
 
-A test model that really remembers: it answers questions about its context through induction heads, rests its unused
-attention on the first token, and so shows faults of KV eviction that random weights hide. Not useful for anything else.
+A test model that really remembers: it looks answers up in its context with induction heads and rests idle heads on
+the first token, so it shows faults of KV eviction that random weights hide. Not useful for anything else.
 
 Made by `python build_scripts/train_test_models.py --model {family} --steps {arguments.steps} --seed {arguments.seed}`
-(text: `build_scripts/recall_text.py`) in {minutes:.0f} minutes on {arguments.threads} CPU threads, torch
-{torch.__version__.partition("+")[0]}, transformers {transformers.__version__}: AdamW, peak rate {PEAK_RATE}, cosine,
-{TOKENS_PER_STEP} tokens a step in bf16 autocast, prompts growing from 96 to {LENGTHS[-1][1]} tokens. Deterministic for
-a seed on one machine and one set of versions; another CPU may round differently.
+in {minutes:.0f} minutes (torch {torch.__version__.partition("+")[0]}, transformers {transformers.__version__},
+{arguments.threads} CPU thread(s)); same seed, versions and machine: same weights.
 
-Weighted training loss of the last 50 steps: {loss:.3f} nats (answers weigh 1, other tokens {PLAIN_WEIGHT}).
+- Text: `build_scripts/recall_text.py`; {REPEATING_SHARE:.0%} of the steps on repeated words, then facts, pass keys,
+  lists and counting in noise, prompts growing from {LENGTHS[0][1]} to {LENGTHS[-1][1]} tokens. Tests ask other seeds.
+- Start: four heads of the first layer read the tokens 1 to 4 back (`build_scripts/recall_models.py`).
+- AdamW, peak rate {PEAK_RATE}, cosine, {TOKENS_PER_STEP} tokens a step, bf16 autocast; weights stored in fp32.
+- Loss: answers weigh 1, other tokens {PLAIN_WEIGHT}, attention away from the first token {REST_WEIGHT} nats. Large
+  models come to rest idle heads there by themselves; a small one is asked to. Last 50 steps: {loss:.3f} nats.
 
 {measured}"""
 
