@@ -121,16 +121,25 @@ def resting_mass(model: PreTrainedModel, attentions: tuple[torch.Tensor, ...]) -
 
 
 def train(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int, chat: bool, folder: Path
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    steps: int,
+    stop: int,
+    seed: int,
+    chat: bool,
+    folder: Path,
 ) -> float:
-    """Train in place, leaving the model in `folder` now and then; returns the mean loss of the last 50 steps (nats)."""
+    """Train in place for the first `stop` steps of a schedule of `steps`, leaving the model in `folder` now and then.
+
+    Returns the mean loss of the last 50 steps (nats).
+    """
     rng = random.Random(f"training {seed}")
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
     losses: list[float] = []
     started = time.monotonic()
     model.train()
     model.set_attn_implementation("eager")
-    for step in range(steps):
+    for step in range(stop):
         batch = make_batch(draw_examples(rng, step / steps, chat), tokenizer)
         optimizer.param_groups[0]["lr"] = learning_rate(step, steps)
         with torch.autocast("cpu", torch.bfloat16):
@@ -202,17 +211,22 @@ def write(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Pa
 
 def readme(family: str, arguments: argparse.Namespace, loss: float, minutes: float, measured: str) -> str:
     """The model card: recipe, seed and the numbers this run measured."""
+    longest = next(length for share, length in LENGTHS if arguments.stop / arguments.steps <= share)
+    versions = f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}"
     return f"""# tiny-{family}
 
 A test model that really remembers: it looks answers up in its context with induction heads and rests idle heads on
 the first token, so it shows faults of KV eviction that random weights hide. Not useful for anything else.
 
-Made by `python build_scripts/train_test_models.py --model {family} --steps {arguments.steps} --seed {arguments.seed}`
-in {minutes:.0f} minutes (torch {torch.__version__.partition("+")[0]}, transformers {transformers.__version__},
-{arguments.threads} CPU thread(s)); same seed, versions and machine: same weights.
+Made in {minutes:.0f} minutes ({versions}) by
+
+    python build_scripts/train_test_models.py --model {family} --output tests/assets/tiny-{family} \\
+        --steps {arguments.steps} --stop {arguments.stop} --seed {arguments.seed} --threads {arguments.threads}
+
+Deterministic for a seed on one machine and one set of versions; another CPU may round differently.
 
 - Text: `build_scripts/recall_text.py`; {REPEATING_SHARE:.0%} of the steps on repeated words, then facts, pass keys,
-  lists and counting in noise, prompts growing from {LENGTHS[0][1]} to {LENGTHS[-1][1]} tokens. Tests ask other seeds.
+  lists and counting in noise, prompts growing from {LENGTHS[0][1]} to {longest} tokens. Tests ask other seeds.
 - Start: four heads of the first layer read the tokens 1 to 4 back (`build_scripts/recall_models.py`).
 - AdamW, peak rate {PEAK_RATE}, cosine, {TOKENS_PER_STEP} tokens a step, bf16 autocast; weights stored in fp32.
 - Loss: answers weigh 1, other tokens {PLAIN_WEIGHT}, attention away from the first token {REST_WEIGHT} nats. Large
@@ -239,9 +253,11 @@ def main() -> None:
     parser.add_argument("--model", choices=("llama", "gemma"), required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--stop", type=int, help="end after so many steps of the schedule (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
+    arguments.stop = arguments.stop or arguments.steps
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     torch.use_deterministic_algorithms(True)
@@ -250,7 +266,7 @@ def main() -> None:
     model = build_model(arguments.model, tokenizer)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     started = time.monotonic()
-    loss = train(model, tokenizer, arguments.steps, arguments.seed, chat, arguments.output)
+    loss = train(model, tokenizer, arguments.steps, arguments.stop, arguments.seed, chat, arguments.output)
     minutes = (time.monotonic() - started) / 60
     write(model, tokenizer, arguments.output)
     card = readme(arguments.model, arguments, loss, minutes, measure(model, tokenizer))
