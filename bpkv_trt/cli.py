@@ -1,6 +1,7 @@
 """The command `bpkv`."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -139,6 +140,8 @@ def _deliver(show: Callable[[], None], path: Path | None, content: dict[str, Any
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 2 for what the user can mend, 130 when interrupted."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
     try:
         options = _parser().parse_args(arguments)
         options.run(options)

@@ -69,6 +69,8 @@ def _processor() -> str:
 
 def check_destination(path: Path) -> None:
     """Refuse, before any work is done, a path that a document could not be written to; raises InputError."""
+    if str(path) == "-":
+        raise InputError("The output - is no file: what is printed is for reading. Give the name of a file to write.")
     if path.is_dir():
         raise InputError(f"The output {path} is a directory; give the name of a file to write in it.")
     if not path.parent.is_dir():

@@ -1,9 +1,12 @@
 """`bpkv generate` end to end on a trained model: its report, and what is refused once a model is known."""
 
 import json
+import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -269,3 +272,15 @@ def test_a_full_disk_does_not_lose_the_answer(
     assert code == 2 and printed.out.startswith(text)
     assert "out.json cannot be written (File too large)" in printed.err and printed.err.count("\n") == 1
     assert [file.name for file in tmp_path.iterdir()] == ["prompt.txt"], "no half of a report is left"
+
+
+def test_a_terminal_that_cannot_show_a_text_shows_the_rest(tmp_path: Path) -> None:
+    """The prompt ends in bytes that the model goes on with, so the answer holds what ASCII lacks."""
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("\u00e9\u00e9 " * 60, encoding="utf-8")
+    options = ["--prompt-file", str(prompt), "--raw", "--max-new-tokens", "12", "--temperature", "5", "--seed", "1"]
+    command = [sys.executable, "-m", "bpkv_trt", "generate", "--model", str(LLAMA), *options]
+    environment = {**os.environ, "PYTHONPATH": str(LLAMA.parents[2]), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "?" in done.stdout.splitlines()[0] and "entries kept" in done.stdout
