@@ -17,7 +17,7 @@ from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.budget import parse_bytes
 from bpkv_trt.doctor import examine, print_findings
 from bpkv_trt.documents import SCHEMA_VERSION, check_destination, document, library_versions, write_json
-from bpkv_trt.errors import BpkvError, ConfigError
+from bpkv_trt.errors import BpkvError, ConfigError, InputError
 from bpkv_trt.layer_table import LayerTable
 from bpkv_trt.progress import progress_on
 from bpkv_trt.request import GenerateRequest, read_prompt
@@ -87,6 +87,10 @@ def _config(options: argparse.Namespace) -> BpkvConfig:
 def _generate(options: argparse.Namespace) -> None:
     if options.json is not None:
         check_destination(options.json)
+        _keep_inputs(options)
+    for flag, text in (("--question", options.question), ("--question-after", options.question_after)):
+        if text is not None and any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise InputError(f"{flag} is not text in this terminal's encoding; give it as UTF-8.")
     request = GenerateRequest(
         model=options.model,
         prompt=read_prompt(options.prompt_file),
@@ -118,6 +122,12 @@ def _generate(options: argparse.Namespace) -> None:
     with progress_on(Console(stderr=True)) as progress:
         report: dict[str, Any] = run_generate(request, progress)
     _deliver(lambda: print_generate(report, Console()), options.json, document(request.config, report))
+
+
+def _keep_inputs(options: argparse.Namespace) -> None:
+    for flag, path in (("--prompt-file", options.prompt_file), ("--config", options.config)):
+        if path is not None and path.exists() and options.json.exists() and path.samefile(options.json):
+            raise InputError(f"--json would overwrite the file given to {flag}, {path}; give another name.")
 
 
 def _doctor(options: argparse.Namespace) -> None:
@@ -155,4 +165,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as in `bpkv doctor | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        print(
+            f"bpkv: the output cannot be written ({error.strerror}); free space, or send it elsewhere.", file=sys.stderr
+        )
+        return 2
     return 0

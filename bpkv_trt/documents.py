@@ -71,6 +71,10 @@ def check_destination(path: Path) -> None:
     """Refuse, before any work is done, a path that a document could not be written to; raises InputError."""
     if str(path) == "-":
         raise InputError("The output - is no file: what is printed is for reading. Give the name of a file to write.")
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise InputError(f"The output {path} is a device or a pipe, which is not written to; give the name of a file.")
+    if path.is_file() and not os.access(path, os.W_OK):
+        raise InputError(f"The output {path} is write-protected; choose another name, or allow writing to it.")
     if path.is_dir():
         raise InputError(f"The output {path} is a directory; give the name of a file to write in it.")
     if not path.parent.is_dir():
@@ -85,6 +89,7 @@ def check_destination(path: Path) -> None:
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a document; a reader sees the old file or the whole new one. NaN and infinities become null."""
+    path = path.resolve()  # a link stays one, what it leads to is written
     text = json.dumps(_finite(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     temporary = None
     try:

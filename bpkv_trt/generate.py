@@ -126,7 +126,7 @@ def _report(
             "page_size": config.page_size,
             "bytes_before": main.bytes_before,
             "bytes_after": main.bytes_after,
-            "pages_freed": sum(event.pages_freed for event in answer.events),
+            "pages_freed": main.pages_freed,
         },
         "events": [asdict(event) for event in answer.events],
     }

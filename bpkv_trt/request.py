@@ -6,6 +6,8 @@ from pathlib import Path
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import InputError
 
+LARGEST_PROMPT = 64 << 20  # bytes; some 16 million tokens
+
 
 @dataclass(frozen=True)
 class GenerateRequest:
@@ -30,13 +32,19 @@ class GenerateRequest:
 def read_prompt(path: Path) -> str:
     """The text of a prompt file; InputError where it is missing, unreadable, empty or not UTF-8 text."""
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(LARGEST_PROMPT + 1)
     except FileNotFoundError:
         raise InputError(f"The prompt file {path} does not exist; check the path given to --prompt-file.") from None
     except IsADirectoryError:
         raise InputError(f"The prompt file {path} is a directory; give a text file to --prompt-file.") from None
     except OSError as error:
         raise InputError(f"The prompt file {path} cannot be read ({error.strerror}); check its permissions.") from None
+    if len(content) > LARGEST_PROMPT:
+        raise InputError(
+            f"The prompt file {path} has more than {LARGEST_PROMPT >> 20} MiB, more text than any model takes; "
+            "give a part of it."
+        )
     if b"\0" in content:
         raise InputError(f"The prompt file {path} is binary, not text; convert it to UTF-8 text first.")
     try:

@@ -122,6 +122,26 @@ def test_output_that_could_not_be_written_is_refused_before_the_run(
     assert "does not exist" in refusal(capsys, "doctor", "--json", absent / "out.json")
 
 
+def test_output_never_takes_the_place_of_a_device_a_pipe_or_an_input(
+    capsys: pytest.CaptureFixture[str], prompt: Path, tmp_path: Path
+) -> None:
+    pipe, text = tmp_path / "pipe", prompt.read_bytes()
+    os.mkfifo(pipe)
+    for path in ("/dev/null", "/dev/full", pipe):
+        assert "a device or a pipe" in generate(capsys, prompt, "--json", path)
+        assert not Path(path).is_file()
+    assert "would overwrite" in generate(capsys, prompt, "--json", prompt)
+    assert prompt.read_bytes() == text
+
+
+def test_a_prompt_without_end_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "more than 64 MiB" in generate(capsys, Path("/dev/zero"))
+
+
+def test_a_question_in_another_encoding_is_refused(capsys: pytest.CaptureFixture[str], prompt: Path) -> None:
+    assert "not text in this terminal's encoding" in generate(capsys, prompt, "--question", "caf\udce9")
+
+
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a directory that even root cannot write to")
 def test_output_in_a_protected_directory_is_refused(capsys: pytest.CaptureFixture[str], prompt: Path) -> None:
     assert "/proc/self cannot be written to" in generate(capsys, prompt, "--json", "/proc/self/out.json")

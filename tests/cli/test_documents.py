@@ -51,3 +51,11 @@ def test_a_failed_write_leaves_the_old_document_and_nothing_else(
         write_json(path, {"run": 2})
     assert [file.name for file in tmp_path.iterdir()] == ["out.json"]
     assert json.loads(path.read_text()) == {"run": 1}
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    target.write_text("{}")
+    link.symlink_to(target)
+    write_json(link, {"key": 1})
+    assert link.is_symlink() and json.loads(target.read_text()) == {"key": 1}
