@@ -48,6 +48,12 @@ class ReceivedAttention:
             received[:seen] += weights.mean(0).sum(0)
         return received
 
+    def forked(self, sequence: int) -> "ReceivedAttention":
+        """The same of a copy of the sequence; neither sees what the other will."""
+        copy = ReceivedAttention(self.pool, self.traits, sequence)
+        copy.sums = dict(self.sums)  # `see` and `compacted` put new tensors in place of these
+        return copy
+
     def compacted(self, plan: CompactionPlan) -> None:
         """Keep what the plan keeps, in its order."""
         for layer, head in self.sums:
@@ -96,6 +102,13 @@ class QueryMomentsObserver:
         self.scatter[layer] += centred.mT @ centred + delta[:, :, None] * delta[:, None] * (count * n / (count + n))
         self.mean[layer] += delta * (n / (count + n))
         self.count[layer] = count + n
+
+    def forked(self, sequence: int) -> "QueryMomentsObserver":
+        """The same of a copy of the sequence; neither sees what the other will."""
+        copy = QueryMomentsObserver(self.traits, self.sinks, self.inverse_frequencies)
+        copy.count, copy.seen = list(self.count), list(self.seen)
+        copy.mean, copy.scatter = self.mean.clone(), self.scatter.clone()
+        return copy
 
     def compacted(self, plan: CompactionPlan) -> None:
         """Queries are not entries: an eviction changes nothing here."""

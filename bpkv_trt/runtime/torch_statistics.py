@@ -38,6 +38,16 @@ class TorchStatistics:
             frequencies = tuple(inverse_frequencies(self.host.model, layer) for layer in range(self.host.traits.layers))
             self.moments[sequence] = QueryMomentsObserver(self.host.traits, self.config.sinks, frequencies)
 
+    def adopt(self, source: "TorchStatistics", sequence: int, copy: int) -> None:
+        """`copy` was forked from another host's `sequence`: take over what was observed of it, as far as required.
+
+        `source` must have observed all that is required here, over the same pool.
+        """
+        if "received_attention" in self.requires:
+            self.received[copy] = source.received[sequence].forked(copy)
+        if "query_moments" in self.requires:
+            self.moments[copy] = source.moments[sequence].forked(copy)
+
     def observers(self, sequence: int) -> list[Observer]:
         """The observers that every chunk of the sequence must pass."""
         return [seen[sequence] for seen in (self.received, self.moments) if sequence in seen]
