@@ -1,7 +1,7 @@
 """When to score, select and compact. Host-independent: the host supplies statistics, the pool applies the plan."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -133,6 +133,11 @@ class Compactor:
         """A sequence was admitted; nothing of an earlier request is left to meet it."""
         self.requests[sequence] = _Request()
 
+    def on_request_fork(self, sequence: int, copy: int) -> None:
+        """A sequence was copied: the copy goes on from where it stands."""
+        request = self.requests[sequence]
+        self.requests[copy] = replace(request, reported=set(request.reported))
+
     def on_context_step_end(self, sequence: int) -> CompactionEvent | None:
         """The prompt, or a later turn of it, has been encoded; its entries are protected in the generation regime."""
         request = self.requests[sequence]
@@ -151,6 +156,15 @@ class Compactor:
             return self._compact(sequence, self._prompt_demand(sequence, "deferred", self.config.scoring_positions))
         if "generation" in self.config.regime and request.generated % self.config.interval == 0:
             return self._compact(sequence, self._answer_demand(sequence))
+        return None
+
+    def tokens_until_due(self, sequence: int) -> int | None:
+        """How many more decoded tokens it takes for the next compaction to come due; None where none will."""
+        request = self.requests[sequence]
+        if "deferred" in self.config.regime and "deferred" not in request.reported:
+            return max(1, self.config.defer - request.generated)
+        if "generation" in self.config.regime:
+            return self.config.interval - request.generated % self.config.interval
         return None
 
     def on_request_finish(self, sequence: int) -> list[CompactionEvent]:
@@ -208,7 +222,9 @@ class Compactor:
         request = self.requests[sequence]
         request.reported.add(demand.regime)
         counted = demand.counted.to(self.pool.device)
-        quota = quotas(demand.budget, self.config.scope, counted, self.traits.compactable_layers, self.layer_weights)
+        compactable = self.traits.compactable_layers
+        shares = self.policy.layer_counts(demand.budget, len(compactable))
+        quota = quotas(demand.budget, self.config.scope, counted, compactable, self.layer_weights, shares)
         reason = self._reason_to_keep_all(demand, int(quota.evict.sum()))
         if reason is not None:
             return self._unchanged(sequence, demand.regime, reason, demand.budget.clamped)

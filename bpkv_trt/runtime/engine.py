@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.layer_table import LayerTable
 from bpkv_trt.models.loading import LoadedModel
+from bpkv_trt.policies.base import Requirement
 from bpkv_trt.policies.registry import make_policy, settled
 from bpkv_trt.pool.pool import PagedKvPool
 from bpkv_trt.pool.storage import pages_of
@@ -22,14 +24,25 @@ Turn = tuple[int, Sequence[int]]  # a sequence and its next tokens
 class Engine:
     """The torch host with its compactor; every sequence is opened, fed and closed here."""
 
-    def __init__(self, loaded: LoadedModel, config: BpkvConfig, pool: PagedKvPool, trace: Trace | None = None) -> None:
-        """Raises ConfigError where policy, configuration and model do not go together."""
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: BpkvConfig,
+        pool: PagedKvPool,
+        trace: Trace | None = None,
+        observed: frozenset[Requirement] = frozenset(),
+        replayed: int = 0,
+    ) -> None:
+        """`observed` and `replayed`: what other engines, that adopt sequences of this one, need of them.
+
+        Raises ConfigError where policy, configuration and model do not go together.
+        """
         traits, config = loaded.traits, settled(config)
         policy = make_policy(config, traits)
         weights = None if config.layer_table is None else LayerTable.load(config.layer_table).weights_for(traits.layers)
         self.trace = trace or Trace()
-        self.host = TorchHost(loaded, pool, replayed=config.scoring_positions)
-        self.statistics = TorchStatistics(self.host, config, policy.requires)
+        self.host = TorchHost(loaded, pool, replayed=max(replayed, config.scoring_positions))
+        self.statistics = TorchStatistics(self.host, config, policy.requires | observed)
         self.compactor = Compactor(config, policy, traits, pool, self.statistics, weights, self.trace)
 
     @property
@@ -42,6 +55,39 @@ class Engine:
         self.statistics.open(sequence)
         self.compactor.on_request_init(sequence)
         return sequence
+
+    def adopt(self, other: "Engine", sequence: int) -> int:
+        """Fork a sequence of another engine of the same model and pool, to go on with it by this configuration.
+
+        The other engine must observe what this one's policy requires. Raises PoolExhausted with nothing changed.
+        """
+        copy = self.host.adopt(other.host, sequence)
+        self.statistics.adopt(other.statistics, sequence, copy)
+        self.compactor.on_request_init(copy)
+        return copy
+
+    def fork(self, sequence: int) -> int:
+        """Copy a sequence with all that is known of it, compactions included; PoolExhausted changes nothing."""
+        copy = self.host.fork(sequence)
+        self.statistics.adopt(self.statistics, sequence, copy)
+        self.compactor.on_request_fork(sequence, copy)
+        return copy
+
+    def follow(self, sequence: int, tokens: Sequence[int]) -> tuple[Tensor, list[CompactionEvent]]:
+        """Run an answer that is known beforehand, compacting where its tokens come due.
+
+        Returns the next-token logits after each token, [n, V], and what was compacted. The same as decoding the
+        tokens one by one, but for rounding, in as few forward passes as the compactions allow.
+        """
+        logits, events, done = list[Tensor](), list[CompactionEvent](), 0
+        while done < len(tokens):
+            due = self.compactor.tokens_until_due(sequence)
+            part = tokens[done:] if due is None else tokens[done : done + due]
+            logits.append(self.host.forward([self.chunk(sequence, part)], every_token=True))
+            reported = [self.compactor.on_generation_step_end(sequence) for _ in part]
+            events += [event for event in reported if event is not None]
+            done += len(part)
+        return torch.cat(logits) if logits else torch.empty(0, self.host.model.config.vocab_size), events
 
     def close(self, sequence: int) -> list[CompactionEvent]:
         """Give the sequence's pages back; reports compactions that never came due."""

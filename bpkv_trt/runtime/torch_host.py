@@ -66,8 +66,16 @@ class TorchHost:
 
     def fork(self, sequence: int) -> int:
         """Copy a sequence, its rows and its tokens; raises PoolExhausted with nothing changed."""
+        return self.adopt(self, sequence)
+
+    def adopt(self, other: "TorchHost", sequence: int) -> int:
+        """Copy a sequence of another host of the same model and pool, as `fork` does.
+
+        The other host must have kept, in sliding-window layers, what this one may `replay`.
+        """
+        assert other.pool is self.pool and other.model is self.model and other.replayed >= self.replayed
         copy = self.pool.fork(sequence)
-        self.tokens[copy] = list(self.tokens[sequence])
+        self.tokens[copy] = list(other.tokens[sequence])
         return copy
 
     def release(self, sequence: int) -> None:
@@ -76,8 +84,10 @@ class TorchHost:
         self.pool.release(sequence)
 
     @torch.no_grad()
-    def forward(self, chunks: Sequence[Chunk]) -> Tensor:
+    def forward(self, chunks: Sequence[Chunk], *, every_token: bool = False) -> Tensor:
         """Append the chunks' tokens to their sequences and return the next-token logits [B, V] fp32.
+
+        With `every_token` those after each of the N packed tokens, [N, V].
 
         Pages for the whole batch are taken before anything runs: PoolExhausted leaves every sequence as it was.
         Raises NumericalError where a logit is NaN or Inf.
@@ -89,11 +99,12 @@ class TorchHost:
         positions = [
             torch.arange(start, start + len(chunk.tokens)) for start, chunk in zip(starts, chunks, strict=True)
         ]
-        last = torch.tensor([len(chunk.tokens) for chunk in chunks]).cumsum(0) - 1
+        lengths = torch.tensor([len(chunk.tokens) for chunk in chunks])
+        keep = torch.arange(int(lengths.sum())) if every_token else lengths.cumsum(0) - 1
         step = AppendStep(self.pool, self.traits, chunks)
         needs_rope = any(observer.needs_rope for chunk in chunks for observer in chunk.observers)
         with _rope_kept(self.model, step) if needs_rope else nullcontext():
-            logits = self._run(step, [token for chunk in chunks for token in chunk.tokens], torch.cat(positions), last)
+            logits = self._run(step, [token for chunk in chunks for token in chunk.tokens], torch.cat(positions), keep)
         self._drop_outside_window([chunk.sequence for chunk in chunks])
         return _finite(logits)
 

@@ -1,0 +1,107 @@
+"""One contender on one sample: the cache compacted its way, then fed what the full cache would have written."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bpkv_trt.config import BpkvConfig
+from bpkv_trt.evaluation.metrics import Gap, gap_between
+from bpkv_trt.evaluation.reference import Reference, correct_references
+from bpkv_trt.models.loading import LoadedModel
+from bpkv_trt.runtime.compactor import CompactionEvent
+from bpkv_trt.runtime.engine import Engine
+
+TIMED_STEPS = 3  # of the continuation, decoded one at a time
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was measured."""
+
+    gap: Gap | None  # None where the full cache says nothing after the last compaction came due
+    correct: tuple[bool, ...]  # by measured reference answer
+    events: tuple[CompactionEvent, ...]
+    one_step_kl: float | None  # at the scoring positions of a compaction after the prompt: what it was estimated to be
+    rows: NDArray[np.int32]  # [L, Hkv] held at the end, with the continuation's own
+    bytes_held: int
+    decode_s: float | None  # median of one token
+
+
+def run_trial(loaded: LoadedModel, config: BpkvConfig, reference: Reference) -> Trial:
+    """Fork the reference's prompt, compact and continue it by `config`; the pool is left as it was found."""
+    engine = Engine(loaded, config, reference.engine.pool)
+    opened = [sequence := engine.adopt(reference.engine, reference.sequence)]
+    try:
+        events = _compact_prompt(engine, sequence)
+        one_step = _one_step_kl(engine, sequence, reference, events)
+        logits, later = _ask(engine, sequence, reference)
+        events += later
+        opened.append(other := engine.fork(sequence))
+        answer = torch.cat([logits, engine.follow(other, reference.sample.answer)[0]])
+        correct = correct_references(answer, reference.sample)
+        following, seconds, later = _continue(engine, sequence, reference.continuation[:-1])
+        events += later
+        predictions = torch.cat([logits, following])[reference.first : len(reference.continuation)]
+        return Trial(
+            gap=gap_between(reference.log_probs, predictions) if len(predictions) else None,
+            correct=tuple(right for right, late in zip(correct, reference.measured, strict=True) if late),
+            events=tuple(events),
+            one_step_kl=one_step,
+            rows=engine.pool.lengths(sequence).copy(),
+            bytes_held=engine.pool.bytes_of(sequence),
+            decode_s=seconds,
+        )
+    finally:
+        for each in opened:
+            engine.close(each)
+
+
+def _compact_prompt(engine: Engine, sequence: int) -> list[CompactionEvent]:
+    event = engine.compactor.on_context_step_end(sequence)
+    return [] if event is None else [event]
+
+
+def _ask(engine: Engine, sequence: int, reference: Reference) -> tuple[Tensor, list[CompactionEvent]]:
+    """Encode the later turns and the lead: the logits [1, V] that begin the answer, and what was compacted."""
+    events, logits = list[CompactionEvent](), reference.logits
+    for turn in reference.sample.turns[1:]:
+        logits = engine.encode([(sequence, turn)])
+        events += _compact_prompt(engine, sequence)
+    if reference.sample.lead:
+        following, later = engine.follow(sequence, reference.sample.lead)
+        logits, events = following[-1:], events + later
+    return logits, events
+
+
+def _continue(
+    engine: Engine, sequence: int, tokens: Sequence[int]
+) -> tuple[Tensor, float | None, list[CompactionEvent]]:
+    """Feed tokens, the last few one at a time: logits [n, V], median seconds of a step, and what was compacted."""
+    split = max(len(tokens) - TIMED_STEPS, 0)
+    logits, events = engine.follow(sequence, tokens[:split])
+    rows, seconds = [logits], list[float]()
+    for token in tokens[split:]:
+        start = time.perf_counter()
+        logits, later = engine.follow(sequence, [token])
+        seconds.append(time.perf_counter() - start)
+        rows.append(logits)
+        events += later
+    return torch.cat(rows), statistics.median(seconds) if seconds else None, events
+
+
+def _one_step_kl(
+    engine: Engine, sequence: int, reference: Reference, events: Sequence[CompactionEvent]
+) -> float | None:
+    """The true KL of an estimated compaction: its scoring positions run again over the full and the compacted cache."""
+    if not events or events[-1].estimated_kl is None:
+        return None
+    count = min(engine.compactor.config.positions, reference.engine.pool.logical_length(sequence))
+    full = torch.log_softmax(reference.engine.host.replay(reference.sequence, count).logits, dim=-1)
+    kl = gap_between(full, engine.host.replay(sequence, count).logits).kl
+    return statistics.mean(kl)
