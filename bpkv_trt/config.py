@@ -71,7 +71,7 @@ class BpkvConfig(BaseModel):
         ("prefill", "generation"), description="when: prefill, deferred, generation, or several, comma-separated"
     )
     # Heads differ in how much they need; letting all compete keeps what matters wherever it is.
-    scope: Scope = Field("global", description="where entries compete: head, layer or global")
+    scope: Scope = Field("global", description="where entries compete: head, layer or global; peers have their own")
     # Works on every host: an engine cannot be differentiated.
     readout: ReadoutKind = Field("direct", description="how a shift reaches the logits: direct or exact")
     # Trained models park attention on the first tokens; without them answers collapse.

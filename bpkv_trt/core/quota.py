@@ -15,6 +15,7 @@ class Quota:
 
     unit: Tensor  # [L, Hkv] int64, the unit of every head; -1 for heads outside the budget
     evict: Tensor  # [U] int64
+    counted: Tensor  # [L, Hkv] int64, rows that the budget counts, protected ones among them; 0 for unit -1
 
 
 def quotas(
@@ -23,22 +24,29 @@ def quotas(
     lengths: Tensor,
     compactable: Sequence[int],
     layer_weights: Sequence[float] | None = None,
+    layer_counts: Sequence[int] | None = None,
 ) -> Quota:
     """How many entries every unit must evict to reach the budget from `lengths` [L, Hkv], the rows each head has now.
 
     With `layer_weights` (one per layer of the model) layers keep rows in proportion to them, never below the protected
     rows and never above the sequence; in `global` scope counts follow the scores, so the weights do not enter here.
+    `layer_counts` (one per compactable layer, adding up to the budget) are such rows per head already shared out.
     A unit that already holds no more than its share evicts nothing.
     """
     heads = lengths.shape[1]
     layers = torch.tensor(list(compactable), dtype=torch.int64)
     unit = torch.full(lengths.shape, -1, dtype=torch.int64)
     keep = torch.full((len(layers),), resolved.per_head, dtype=torch.int64)  # per head, by compactable layer
-    if layer_weights is not None and scope != "global" and len(layers):
+    if layer_counts is not None:
+        assert scope != "global" and sum(layer_counts) == int(keep.sum())
+        assert all(resolved.protected <= count <= resolved.tokens for count in layer_counts)
+        keep = torch.tensor(layer_counts)
+    elif layer_weights is not None and scope != "global" and len(layers):
         assert len(layer_weights) == lengths.shape[0]
         weights = [layer_weights[layer] for layer in compactable]
         keep = torch.tensor(allocate(int(keep.sum()), weights, resolved.protected, resolved.tokens))
     rows = lengths.to("cpu", torch.int64)[layers]  # [compactable, Hkv]
+    counted = torch.zeros(lengths.shape, dtype=torch.int64).index_copy_(0, layers, rows)
     match scope:
         case "head":
             unit[layers] = torch.arange(rows.numel()).view_as(rows)
@@ -51,4 +59,4 @@ def quotas(
             surplus = (rows.sum() - heads * keep.sum())[None]
     surplus = surplus.clamp(min=0)
     assert int(rows.sum() - surplus.sum()) <= resolved.total, "more would stay than the budget has"
-    return Quota(unit.to(lengths.device), surplus.to(lengths.device))
+    return Quota(*(part.to(lengths.device) for part in (unit, surplus, counted)))

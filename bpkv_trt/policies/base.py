@@ -1,19 +1,29 @@
 """The interface every eviction policy has."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from bpkv_trt.config import BpkvConfig, Regime
-from bpkv_trt.core.budget import Scope
+from bpkv_trt.core.budget import ResolvedBudget, Scope
 from bpkv_trt.core.quota import Quota
 from bpkv_trt.core.selection import Selection, lowest_scores
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.core.traits import ModelTraits
 from bpkv_trt.pool.view import SequenceView
 
-Requirement = Literal["last_queries", "received_attention", "query_moments", "replay", "score_table", "readout"]
+Requirement = Literal[
+    "last_queries",
+    "received_attention",
+    "query_moments",
+    "replay",
+    "score_table",
+    "readout",
+    "output_projection",
+]
 
 
 class Policy(ABC):
@@ -28,6 +38,7 @@ class Policy(ABC):
     requires: ClassVar[frozenset[Requirement]] = frozenset()
     scopes: ClassVar[tuple[Scope, ...]] = ("global", "layer", "head")  # that it can have, its own choice first
     regimes: ClassVar[tuple[Regime, ...]] = ("prefill", "generation", "deferred")
+    defaults: ClassVar[Mapping[str, object]] = MappingProxyType({})  # options it sets where the user gave none
     takes_layer_table: ClassVar[bool] = True
     evicts_nothing: ClassVar[bool] = False
 
@@ -42,6 +53,14 @@ class Policy(ABC):
         Returns [L, Hkv, T] fp32 with T the longest physical length; what lies beyond a head's own length, and rows
         of layers that are not compactable, is ignored by the caller.
         """
+
+    def layer_counts(self, budget: ResolvedBudget, layers: int) -> Sequence[int] | None:
+        """Rows per head that every compactable layer keeps, where the policy shares the budget over layers by a rule.
+
+        They add up to layers x budget.per_head, each within [budget.protected, budget.tokens]. None leaves the shares
+        to the layer table. Only scopes `head` and `layer` have counts by layer.
+        """
+        return None
 
     def select(
         self, scores: Tensor, eligible: Tensor, quota: Quota, statistics: ForwardStatistics, view: SequenceView

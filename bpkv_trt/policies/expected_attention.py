@@ -5,6 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from bpkv_trt.core.budget import Scope
 from bpkv_trt.core.statistics import ForwardStatistics, QueryMoments
 from bpkv_trt.policies.base import Requirement
 from bpkv_trt.policies.headwise import HeadwisePolicy
@@ -27,6 +28,7 @@ class ExpectedAttention(HeadwisePolicy):
 
     name: ClassVar[str] = "expected_attention"
     source: ClassVar[str] = "arXiv:2510.00636"
+    scopes: ClassVar[tuple[Scope, ...]] = ("head", "layer", "global")
     requires: ClassVar[frozenset[Requirement]] = frozenset({"query_moments"})
 
     def score_head(self, statistics: ForwardStatistics, view: SequenceView, layer: int, head: int) -> Tensor:

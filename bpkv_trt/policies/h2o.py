@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from bpkv_trt.core.budget import Scope
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.policies.base import Policy, Requirement
 from bpkv_trt.pool.view import SequenceView
@@ -18,6 +19,7 @@ class H2o(Policy):
 
     name: ClassVar[str] = "h2o"
     source: ClassVar[str] = "arXiv:2306.14048"
+    scopes: ClassVar[tuple[Scope, ...]] = ("head", "layer", "global")
     requires: ClassVar[frozenset[Requirement]] = frozenset({"received_attention"})
 
     def score(self, statistics: ForwardStatistics, view: SequenceView) -> Tensor:

@@ -5,6 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from bpkv_trt.core.budget import Scope
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.policies.base import Policy
 from bpkv_trt.pool.view import SequenceView
@@ -19,6 +20,7 @@ class Random(Policy):
 
     name: ClassVar[str] = "random"
     source: ClassVar[str] = "baseline"
+    scopes: ClassVar[tuple[Scope, ...]] = ("head", "layer", "global")
 
     def score(self, statistics: ForwardStatistics, view: SequenceView) -> Tensor:
         generator = torch.Generator().manual_seed(self.config.seed + view.logical_length)

@@ -38,9 +38,11 @@ def policy_class(name: str) -> type[Policy]:
 
 
 def settled(config: BpkvConfig) -> BpkvConfig:
-    """The configuration with the policy's own scope and regime where the user gave none.
+    """The configuration with the policy's own scope, regime and defaults where the user gave none.
 
-    Raises ConfigError for an unknown policy, and for a scope, regime or layer table that the policy cannot have.
+    To try another policy, change `policy` first and settle afterwards: what was settled counts as given. Raises
+    ConfigError for an unknown policy, for a scope, regime or layer table that the policy cannot have, and where the
+    policy's defaults contradict what the user gave.
     """
     policy = policy_class(config.policy)
     if policy.evicts_nothing:
@@ -50,10 +52,10 @@ def settled(config: BpkvConfig) -> BpkvConfig:
             f"layer_table is {config.layer_table}, but the policy {config.policy} shares its budget over the layers by "
             "a rule of its own. Leave the table out, or choose another policy."
         )
-    changes: dict[str, object] = {}
     if config.scope not in policy.scopes:
         _refuse_if_given(config, "scope", config.scope, policy.scopes)
-        changes["scope"] = policy.scopes[0]
+    own = {"scope": policy.scopes[0], **policy.defaults}
+    changes = {option: value for option, value in own.items() if option not in config.model_fields_set}
     if refused := [regime for regime in config.regime if regime not in policy.regimes]:
         _refuse_if_given(config, "regime", ",".join(refused), policy.regimes)
         changes["regime"] = [regime for regime in config.regime if regime in policy.regimes] or policy.regimes[:1]

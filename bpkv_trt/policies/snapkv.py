@@ -5,6 +5,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
+from bpkv_trt.core.budget import Scope
 from bpkv_trt.core.evidence import EvidenceSource
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.policies.base import Requirement
@@ -25,6 +26,7 @@ class SnapKv(HeadwisePolicy):
 
     name: ClassVar[str] = "snapkv"
     source: ClassVar[str] = "arXiv:2404.14469"
+    scopes: ClassVar[tuple[Scope, ...]] = ("head", "layer", "global")
     requires: ClassVar[frozenset[Requirement]] = frozenset({"last_queries"})
 
     def score_head(self, statistics: ForwardStatistics, view: SequenceView, layer: int, head: int) -> Tensor:

@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from bpkv_trt.core.budget import Scope
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.policies.base import Policy
 from bpkv_trt.pool.view import SequenceView
@@ -17,6 +18,7 @@ class StreamingLlm(Policy):
 
     name: ClassVar[str] = "streaming_llm"
     source: ClassVar[str] = "arXiv:2309.17453"
+    scopes: ClassVar[tuple[Scope, ...]] = ("head", "layer", "global")
 
     def score(self, statistics: ForwardStatistics, view: SequenceView) -> Tensor:
         return view.position_table().to(statistics.q.device).float()

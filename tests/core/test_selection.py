@@ -43,7 +43,7 @@ def test_the_lowest_of_every_unit_ties_to_the_earliest_row(scope, data):
     scores = torch.tensor(data.draw(values)).view(LAYERS, HEADS, ROWS)
     eligible = torch.tensor(data.draw(st.lists(st.booleans(), min_size=42, max_size=42))).view(LAYERS, HEADS, ROWS)
     available = [int(eligible[unit == u].sum()) for u in range(int(unit.max()) + 1)]
-    quota = Quota(unit, torch.tensor([data.draw(st.integers(0, n)) for n in available]))
+    quota = Quota(unit, torch.tensor([data.draw(st.integers(0, n)) for n in available]), torch.zeros_like(unit))
     selection = lowest_scores(scores, eligible, quota)
     assert torch.equal(selection.evict, one_at_a_time(scores, eligible, quota))
     assert selection.estimated_kl is None and selection.epsilon_relaxed == selection.rejected == 0
@@ -53,7 +53,9 @@ def test_a_unit_that_owes_more_than_it_has_is_an_error():
     eligible = torch.zeros(1, 2, 4, dtype=torch.bool)
     eligible[0, 0] = True
     with pytest.raises(AssertionError, match="fewer eligible"):
-        lowest_scores(torch.zeros(1, 2, 4), eligible, Quota(torch.tensor([[0, 1]]), torch.tensor([1, 1])))
+        lowest_scores(
+            torch.zeros(1, 2, 4), eligible, Quota(torch.tensor([[0, 1]]), torch.tensor([1, 1]), torch.zeros(1, 2))
+        )
 
 
 def walk_one_at_a_time(a: Tensor, order: list[int], epsilon: float, limit: int | None) -> list[int]:

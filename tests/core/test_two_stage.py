@@ -29,7 +29,7 @@ class Case:
             "layer": torch.tensor([[0, 0], [1, 1]]),
             "global": torch.zeros(2, 2, dtype=torch.int64),
         }[scope]
-        return Quota(unit, torch.bincount(unit.flatten()) * per_head)
+        return Quota(unit, torch.bincount(unit.flatten()) * per_head, torch.zeros_like(unit))
 
     def select(self, quota, epsilon=0.02, refine=0):
         return two_stage(self.scores, self.eligible, quota, self.source, self.divergence, epsilon, refine)
@@ -130,7 +130,7 @@ def test_of_two_copies_that_cost_nothing_alone_one_stays(sequence_of):
     for layer in range(2):
         sequence.statistics.context[layer] = sequence.exact_context(layer, torch.ones(2, 20, dtype=torch.bool)).float()
     case = Case(sequence)
-    quota = Quota(torch.tensor([[-1, 0], [0, -1]]), torch.tensor([16]))
+    quota = Quota(torch.tensor([[-1, 0], [0, -1]]), torch.tensor([16]), torch.zeros(2, 2, dtype=torch.int64))
     both = torch.zeros_like(case.eligible)
     both[1, 0, [3, 7]] = True
     alone = case.scores[1, 0, [3, 7]]
@@ -154,7 +154,8 @@ def test_refining_against_brute_force_on_choose_3_of_8(sequence_of):
             evict = torch.zeros_like(case.eligible)
             evict[tuple(members[list(chosen)].T)] = True
             best = min(best, mask_divergence(case.source, case.divergence, evict))
-        quota = Quota(torch.zeros(2, 2, dtype=torch.int64), torch.tensor([3]))
+        unit = torch.zeros(2, 2, dtype=torch.int64)
+        quota = Quota(unit, torch.tensor([3]), unit)
         selection = case.select(quota, epsilon=0.0, refine=3)
         ratios.append(selection.estimated_kl / best)
         singles.append(selection.estimated_kl_stage1 / best)

@@ -12,7 +12,7 @@ from bpkv_trt.core.quota import Quota
 from bpkv_trt.core.statistics import ForwardStatistics, QueryMoments
 from bpkv_trt.core.traits import ModelTraits
 from bpkv_trt.policies.expected_attention import mean_rotation
-from bpkv_trt.policies.registry import make_policy
+from bpkv_trt.policies.registry import make_policy, settled
 from bpkv_trt.pool import CompactionPlan, PagedKvPool, SequenceView
 
 LAYERS, HEADS, GROUP, WIDTH, WINDOW, TOKENS = 3, 2, 2, 8, 4, 40
@@ -70,7 +70,8 @@ def make_statistics(view: SequenceView) -> ForwardStatistics:
 def scores_of(
     name: str, view: SequenceView, statistics: ForwardStatistics, traits: ModelTraits = TRAITS, **options: int
 ) -> Tensor:
-    scores = make_policy(BpkvConfig(policy=name, positions=WINDOW, recent=8, **options), traits).score(statistics, view)
+    config = settled(BpkvConfig(policy=name, positions=WINDOW, recent=8, **options))
+    scores = make_policy(config, traits).score(statistics, view)
     assert scores.shape == (LAYERS, HEADS, int(view.lengths.max())) and scores.dtype == torch.float32
     return scores
 
@@ -197,14 +198,15 @@ def test_full_evicts_nothing(view: SequenceView) -> None:
 
 @pytest.mark.parametrize("name", ["random", "streaming_llm", "snapkv", "h2o", "expected_attention"])
 def test_the_lowest_scores_go_and_the_rest_stays(view: SequenceView, name: str) -> None:
-    policy = make_policy(BpkvConfig(policy=name, positions=WINDOW, recent=8), TRAITS)
+    policy = make_policy(settled(BpkvConfig(policy=name, positions=WINDOW, recent=8)), TRAITS)
     statistics = make_statistics(view)
     scores = policy.score(statistics, view)
     rows = torch.arange(scores.shape[-1])
     lengths = torch.from_numpy(view.lengths)[..., None]
     eligible = (rows >= 4) & (rows < lengths - 8)
     eligible[1] = False
-    quota = Quota(unit=torch.tensor([[0, 1], [-1, -1], [2, 3]]), evict=torch.tensor([5, 4, 0, 1]))
+    unit = torch.tensor([[0, 1], [-1, -1], [2, 3]])
+    quota = Quota(unit, torch.tensor([5, 4, 0, 1]), lengths[..., 0].long() * (unit >= 0))
     evict = policy.select(scores, eligible, quota, statistics, view).evict
     for unit, (layer, head) in enumerate(COMPACTABLE_HEADS):
         gone, may_go = evict[layer, head], eligible[layer, head]

@@ -30,6 +30,7 @@ class Outside(Random):
     scopes = ("head",)
     regimes = ("prefill",)
     takes_layer_table = False
+    defaults = {"defer": 1, "recent": 24, "generation_budget": "64t"}
 
 NOT_A_POLICY = 3
 """
@@ -58,7 +59,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_built_in_policies_state_their_name_and_source(name: str) -> None:
     policy = policy_class(name)
     assert policy.name == name and policy.source
-    assert isinstance(make_policy(BpkvConfig(policy=name), TRAITS), policy)
+    assert isinstance(make_policy(settled(BpkvConfig(policy=name)), TRAITS), policy)
 
 
 @pytest.mark.parametrize(
@@ -122,5 +123,30 @@ def test_a_policy_brings_its_own_scope_and_regime_where_none_are_given() -> None
     assert settled(config) == config
 
 
+@pytest.mark.usefixtures("installed")
+def test_a_policy_brings_other_defaults_of_its_own() -> None:
+    own = settled(BpkvConfig(policy="outside"))
+    assert (own.defer, own.recent, str(own.generation_budget)) == (1, 24, "64t")
+    given = settled(BpkvConfig(policy="outside", defer=8, generation_budget="32t"))
+    assert (given.defer, given.recent, str(given.generation_budget)) == (8, 24, "32t")  # 8 is also the general default
+    with pytest.raises(ConfigError, match="recent is 24 and positions is 30"):
+        settled(BpkvConfig(policy="outside", positions=30))  # valid with the general default of 32
+
+
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if name not in ("bpkv", "full")])
+def test_peers_run_in_their_published_scope_unless_another_is_given(name: str) -> None:
+    published = policy_class(name).scopes[0]
+    assert published == ("layer" if name == "adakv" else "head")
+    assert settled(BpkvConfig(policy=name)).scope == published
+    for scope in ("head", "layer", "global"):
+        config = BpkvConfig(policy=name, scope=scope)
+        if scope in policy_class(name).scopes:
+            assert settled(config) == config
+        else:
+            with pytest.raises(ConfigError, match=f"scope is {scope}, which the policy {name} cannot have"):
+                settled(config)
+
+
 def test_the_default_policy_keeps_the_defaults() -> None:
     assert settled(BpkvConfig()) == BpkvConfig()
+    assert settled(BpkvConfig(policy="full")) == BpkvConfig(policy="full")

@@ -11,7 +11,7 @@ from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.errors import ConfigError, StalePlan
 from bpkv_trt.policies.base import Policy, Requirement
 from bpkv_trt.policies.bpkv import Bpkv
-from bpkv_trt.policies.registry import make_policy
+from bpkv_trt.policies.registry import make_policy, settled
 from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.pool.view import SequenceView
 from bpkv_trt.runtime.compactor import CompactionEvent, Compactor
@@ -74,7 +74,7 @@ def test_each_budget_is_exact_at_its_time(regime: str, scope: str) -> None:
 def test_the_recent_window_is_never_touched_and_nor_is_the_prompt_by_the_generation_regime(regime: str) -> None:
     engine = engine_of("llama", regime=regime, budget="0.4", defer=5, scope="global")
     (trail,) = follow(engine, [PROMPT], [[]])
-    settled: list[int] | None = None
+    stays: list[int] | None = None
     for step, token in enumerate(random_tokens(2, 26), start=1):
         engine.decode([(trail.sequence, [token])])
         event = engine.compactor.on_generation_step_end(trail.sequence)
@@ -84,9 +84,9 @@ def test_the_recent_window_is_never_touched_and_nor_is_the_prompt_by_the_generat
         for head in positions.flatten(0, 1).tolist():
             assert protected <= set(head)
         of_prompt = [sum(0 <= p < len(PROMPT) for p in head) for head in positions.flatten(0, 1).tolist()]
-        if event is not None and event.regime == "deferred" or settled is None and "deferred" not in regime:
-            settled = of_prompt
-        assert settled is None or of_prompt == settled
+        if event is not None and event.regime == "deferred" or stays is None and "deferred" not in regime:
+            stays = of_prompt
+        assert stays is None or of_prompt == stays
 
 
 def test_a_deferred_compaction_scores_what_was_decoded_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_a_policy_that_needs_what_the_host_does_not_offer_is_refused_by_name(pol
     class Bare:
         offers: frozenset[Requirement] = frozenset()
 
-    engine, config = engine_of("llama"), BpkvConfig(policy=policy)
+    engine, config = engine_of("llama"), settled(BpkvConfig(policy=policy))
     chosen = make_policy(config, engine.host.traits)
     with pytest.raises(ConfigError) as refusal:
         Compactor(config, chosen, engine.host.traits, engine.pool, Bare())  # type: ignore[arg-type]
@@ -186,7 +186,7 @@ def test_a_policy_that_needs_nothing_special_runs_on_any_host() -> None:
 
     engine = engine_of("llama")
     for policy in ("random", "streaming_llm", "full"):
-        config = BpkvConfig(policy=policy)
+        config = settled(BpkvConfig(policy=policy))
         chosen = make_policy(config, engine.host.traits)
         Compactor(config, chosen, engine.host.traits, engine.pool, Bare())  # type: ignore[arg-type]
 
