@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -21,6 +21,18 @@ from bpkv_trt.models.traits_of import traits_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # what cannot be one is never looked up: that takes long offline
+
+
+class HostedModel(Protocol):
+    """All of a model that running it takes: text goes in as tokens."""
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """Ready for inference, of a covered architecture."""
+
+    @property
+    def traits(self) -> ModelTraits:
+        """As `traits_of` reads them."""
 
 
 @dataclass(frozen=True)

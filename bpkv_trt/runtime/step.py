@@ -99,9 +99,12 @@ def paged_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function given to transformers; the step that `TorchHost` passes along does the work.
+
+    Wrappers of transformers' attention functions (kvpress's, for one) pass the first six by position.
 
     query [1, Hq, N, D], key and value [1, Hkv, N, D] of the packed tokens -> context [1, N, Hq, D].
     """
