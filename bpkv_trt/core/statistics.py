@@ -47,7 +47,7 @@ class ForwardStatistics:
     covered_mass: Tensor  # [M] fp32, what the top K hold of the full distribution
     positions: Tensor  # [M] int64, logical
     readout: Readout | None = None
-    received_attention: Tensor | None = None  # [L, Hkv, T] fp32, attention received from all queries, mean over group
+    received_attention: Tensor | None = None  # [L, Hkv, T] fp32, by the policy's `running_attention`
     query_moments: QueryMoments | None = None
     sink_logits: Tensor | None = None  # [L, Hq] where the model has a learned logit in each softmax's denominator
 

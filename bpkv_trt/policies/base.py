@@ -10,6 +10,7 @@ from torch import Tensor
 from bpkv_trt.config import BpkvConfig, Regime
 from bpkv_trt.core.budget import ResolvedBudget, Scope
 from bpkv_trt.core.quota import Quota
+from bpkv_trt.core.running_attention import RunningAttention
 from bpkv_trt.core.selection import Selection, lowest_scores
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.core.traits import ModelTraits
@@ -39,6 +40,7 @@ class Policy(ABC):
     scopes: ClassVar[tuple[Scope, ...]] = ("global", "layer", "head")  # that it can have, its own choice first
     regimes: ClassVar[tuple[Regime, ...]] = ("prefill", "generation", "deferred")
     defaults: ClassVar[Mapping[str, object]] = MappingProxyType({})  # options it sets where the user gave none
+    running_attention: ClassVar[RunningAttention] = RunningAttention()  # what `received_attention` holds, if required
     takes_layer_table: ClassVar[bool] = True
     evicts_nothing: ClassVar[bool] = False
 

@@ -58,6 +58,9 @@ class StatisticsSource(Protocol):
     def offers(self) -> frozenset[Requirement]:
         """What `Policy.requires` may ask of this host."""
 
+    def prompt_ended(self, sequence: int) -> None:
+        """A prompt, or a later turn of one, has been encoded; what comes next is decoded."""
+
     def collect(self, sequence: int, positions: int, trace: Trace) -> ForwardStatistics:
         """Statistics at the last `positions` logical positions, with what the policy requires."""
 
@@ -142,6 +145,7 @@ class Compactor:
         """The prompt, or a later turn of it, has been encoded; its entries are protected in the generation regime."""
         request = self.requests[sequence]
         request.prompt_length = self.pool.logical_length(sequence)
+        self.source.prompt_ended(sequence)
         if "prefill" not in self.config.regime or "prefill" in request.reported:
             return None
         return self._compact(sequence, self._prompt_demand(sequence, "prefill", self.config.positions))

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from bpkv_trt.config import BpkvConfig
+from bpkv_trt.core.running_attention import RunningAttention
 from bpkv_trt.layer_table import LayerTable
-from bpkv_trt.models.loading import LoadedModel
+from bpkv_trt.models.loading import HostedModel
 from bpkv_trt.policies.base import Requirement
 from bpkv_trt.policies.registry import make_policy, settled
 from bpkv_trt.pool.pool import PagedKvPool
@@ -26,14 +27,16 @@ class Engine:
 
     def __init__(
         self,
-        loaded: LoadedModel,
+        loaded: HostedModel,
         config: BpkvConfig,
         pool: PagedKvPool,
         trace: Trace | None = None,
         observed: frozenset[Requirement] = frozenset(),
         replayed: int = 0,
+        rules: Sequence[RunningAttention] = (),
     ) -> None:
-        """`observed` and `replayed`: what other engines, that adopt sequences of this one, need of them.
+        """`observed`, `replayed` and `rules`: what other engines, that adopt sequences of this one, need of them; the
+        rules are the `running_attention` of policies that require `received_attention`.
 
         Raises ConfigError where policy, configuration and model do not go together.
         """
@@ -42,7 +45,8 @@ class Engine:
         weights = None if config.layer_table is None else LayerTable.load(config.layer_table).weights_for(traits.layers)
         self.trace = trace or Trace()
         self.host = TorchHost(loaded, pool, replayed=max(replayed, config.scoring_positions))
-        self.statistics = TorchStatistics(self.host, config, policy.requires | observed)
+        rules = (policy.running_attention, *rules)
+        self.statistics = TorchStatistics(self.host, config, policy.requires | observed, rules)
         self.compactor = Compactor(config, policy, traits, pool, self.statistics, weights, self.trace)
 
     @property
@@ -111,7 +115,7 @@ class Engine:
         return Chunk(sequence, tokens, self.statistics.observers(sequence))
 
 
-def make_pool(loaded: LoadedModel, rows: int, page_size: int, *, caches: int = 1, poison: bool = False) -> PagedKvPool:
+def make_pool(loaded: HostedModel, rows: int, page_size: int, *, caches: int = 1, poison: bool = False) -> PagedKvPool:
     """A pool for `caches` sequences of `rows` rows in every layer and head, in the model's dtype and on its device."""
     traits, parameter = loaded.traits, next(loaded.model.parameters())
     return PagedKvPool(

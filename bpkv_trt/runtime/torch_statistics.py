@@ -1,9 +1,12 @@
 """Forward statistics of a model on the torch host."""
 
+from collections.abc import Sequence
+
 import torch
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.readout import DirectReadout
+from bpkv_trt.core.running_attention import RunningAttention
 from bpkv_trt.core.statistics import ForwardStatistics, Readout
 from bpkv_trt.core.topk import topk_distribution
 from bpkv_trt.models.modules import inverse_frequencies, rope_can_be_undone
@@ -11,7 +14,8 @@ from bpkv_trt.policies.base import Requirement
 from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.exact_readout import ExactReadout
-from bpkv_trt.runtime.observers import QueryMomentsObserver, ReceivedAttention
+from bpkv_trt.runtime.observers.query_moments import QueryMomentsObserver
+from bpkv_trt.runtime.observers.received_attention import ReceivedAttention
 from bpkv_trt.runtime.step import Observer
 from bpkv_trt.runtime.torch_host import Replay, TorchHost
 
@@ -19,8 +23,15 @@ from bpkv_trt.runtime.torch_host import Replay, TorchHost
 class TorchStatistics:
     """What the torch host can tell a policy: a replay of the scoring positions, and what observers saw go by."""
 
-    def __init__(self, host: TorchHost, config: BpkvConfig, requires: frozenset[Requirement]) -> None:
-        self.host, self.config, self.requires = host, config, requires
+    def __init__(
+        self,
+        host: TorchHost,
+        config: BpkvConfig,
+        requires: frozenset[Requirement],
+        rules: Sequence[RunningAttention] = (RunningAttention(),),
+    ) -> None:
+        """`rules` of received attention: the policy's own, which `collect` reports, then those that others adopt."""
+        self.host, self.config, self.requires, self.rules = host, config, requires, tuple(rules)
         self.received: dict[int, ReceivedAttention] = {}
         self.moments: dict[int, QueryMomentsObserver] = {}
 
@@ -33,7 +44,7 @@ class TorchStatistics:
     def open(self, sequence: int) -> None:
         """Start observing what the policy requires of a new sequence."""
         if "received_attention" in self.requires:
-            self.received[sequence] = ReceivedAttention(self.host.pool, self.host.traits, sequence)
+            self.received[sequence] = ReceivedAttention(self.host.pool, self.host.traits, sequence, self.rules)
         if "query_moments" in self.requires:
             frequencies = tuple(inverse_frequencies(self.host.model, layer) for layer in range(self.host.traits.layers))
             self.moments[sequence] = QueryMomentsObserver(self.host.traits, self.config.sinks, frequencies)
@@ -44,13 +55,18 @@ class TorchStatistics:
         `source` must have observed all that is required here, over the same pool.
         """
         if "received_attention" in self.requires:
-            self.received[copy] = source.received[sequence].forked(copy)
+            self.received[copy] = source.received[sequence].forked(copy, self.rules)
         if "query_moments" in self.requires:
             self.moments[copy] = source.moments[sequence].forked(copy)
 
     def observers(self, sequence: int) -> list[Observer]:
         """The observers that every chunk of the sequence must pass."""
         return [seen[sequence] for seen in (self.received, self.moments) if sequence in seen]
+
+    def prompt_ended(self, sequence: int) -> None:
+        """What comes of the sequence from here on is decoded."""
+        if sequence in self.received:
+            self.received[sequence].prompt_ended()
 
     def close(self, sequence: int) -> None:
         """Forget a sequence."""
@@ -77,7 +93,7 @@ class TorchStatistics:
                 covered_mass=covered,
                 positions=replay.positions,
                 readout=self._readout(sequence, replay, ids, p) if "readout" in self.requires else None,
-                received_attention=None if received is None else received.result(),
+                received_attention=None if received is None else received.result(self.rules[0]),
                 query_moments=None if moments is None else moments.result(),
             )
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bpkv_trt.core.running_attention import RunningAttention
 from bpkv_trt.errors import ConfigError
 from tests.runtime.own_path import OwnPath
 from tests.runtime.random_models import COMPACTABLE, SMALL, engine_of, random_tokens, wrapped
@@ -23,7 +24,7 @@ def test_received_attention_is_the_column_sum_of_all_queries_that_saw_the_entry(
     (trail,) = follow(engine, [random_tokens(1, LENGTH)], [random_tokens(2, STEPS)])
     assert (trail.events[-1].entries_after < trail.events[-1].entries_before) == (policy == "h2o")
     weights, traits = OwnPath(name, trail.tokens, trail.hidden_from()).whole.weights, engine.host.traits
-    received = engine.statistics.received[trail.sequence].result()
+    received = engine.statistics.received[trail.sequence].result(RunningAttention())
     assert received.dtype == torch.float32 and received[sorted(traits.sliding_layers)].abs().sum() == 0
     view = engine.pool.view(trail.sequence)
     for layer in traits.compactable_layers:
@@ -64,7 +65,7 @@ def test_what_is_gathered_in_pieces_is_what_is_gathered_at_once(name: str, requi
         for piece in pieces:
             engine.encode([(sequence, piece)])
         if requirement == "received_attention":
-            return [engine.statistics.received[sequence].result()]
+            return [engine.statistics.received[sequence].result(RunningAttention())]
         moments = engine.statistics.moments[sequence].result()
         return [moments.mean, moments.covariance, *moments.inverse_frequencies]
 

@@ -1,71 +1,12 @@
-"""What some policies need from every token that passes, gathered while it passes; state moves with the entries."""
+"""Mean and covariance of the queries that pass."""
 
 import torch
 from torch import Tensor
 
-from bpkv_trt.core.attention import attention_weights
 from bpkv_trt.core.statistics import QueryMoments
 from bpkv_trt.core.traits import ModelTraits
 from bpkv_trt.pool.plan import CompactionPlan
-from bpkv_trt.pool.pool import PagedKvPool
-from bpkv_trt.runtime.attention import QUERY_BLOCK
 from bpkv_trt.runtime.step import Rope
-
-
-class ReceivedAttention:
-    """The attention every entry has received from all queries so far, mean over the group (H2O's running sum)."""
-
-    needs_rope = False
-
-    def __init__(self, pool: PagedKvPool, traits: ModelTraits, sequence: int) -> None:
-        self.pool, self.traits, self.sequence = pool, traits, sequence
-        self.sums = {
-            (layer, head): pool.keys.new_zeros(0, dtype=torch.float32)
-            for layer in traits.compactable_layers
-            for head in range(traits.kv_heads)
-        }
-
-    def see(self, layer: int, q: Tensor, rope: Rope | None) -> None:
-        if layer in self.traits.sliding_layers:
-            return
-        view, group = self.pool.view(self.sequence), self.traits.group
-        for head in range(self.traits.kv_heads):
-            queries = q[head * group : (head + 1) * group].transpose(0, 1)  # [n, G, D]
-            received = self._received(queries, view.keys(layer, head))
-            before = self.sums[layer, head]
-            received[: before.shape[0]] += before
-            self.sums[layer, head] = received
-
-    def _received(self, queries: Tensor, k: Tensor) -> Tensor:
-        n, length = queries.shape[0], k.shape[0]
-        received = torch.zeros(length, device=k.device)
-        for start in range(0, n, QUERY_BLOCK):
-            stop = min(start + QUERY_BLOCK, n)
-            seen = length - n + stop
-            weights = attention_weights(
-                queries[start:stop], k[:seen], self.traits.attention_scale, softcap=self.traits.attention_softcap
-            )  # [G, block, seen]
-            received[:seen] += weights.mean(0).sum(0)
-        return received
-
-    def forked(self, sequence: int) -> "ReceivedAttention":
-        """The same of a copy of the sequence; neither sees what the other will."""
-        copy = ReceivedAttention(self.pool, self.traits, sequence)
-        copy.sums = dict(self.sums)  # `see` and `compacted` put new tensors in place of these
-        return copy
-
-    def compacted(self, plan: CompactionPlan) -> None:
-        """Keep what the plan keeps, in its order."""
-        for layer, head in self.sums:
-            self.sums[layer, head] = self.sums[layer, head][torch.from_numpy(plan.kept(layer, head)).long()]
-
-    def result(self) -> Tensor:
-        """[L, Hkv, T] fp32, zero beyond a head's length and in sliding-window layers."""
-        longest = max(sums.shape[0] for sums in self.sums.values())
-        result = torch.zeros(self.traits.layers, self.traits.kv_heads, longest)
-        for (layer, head), sums in self.sums.items():
-            result[layer, head, : sums.shape[0]] = sums.cpu()
-        return result
 
 
 class QueryMomentsObserver:
