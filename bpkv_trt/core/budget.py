@@ -120,7 +120,7 @@ def resolve(
     )
 
 
-def allocate(total: int, weights: Sequence[float], floor: int, cap: int) -> list[int]:
+def allocate(total: int, weights: Sequence[float | Fraction], floor: int, cap: int) -> list[int]:
     """Split `total` in proportion to positive `weights`, every share within [floor, cap]; the sum is exact.
 
     Shares are min(max(level x weight, floor), cap) with the level at which they add up to `total`, rounded by the

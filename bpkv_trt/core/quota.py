@@ -17,6 +17,15 @@ class Quota:
     evict: Tensor  # [U] int64
     counted: Tensor  # [L, Hkv] int64, rows that the budget counts, protected ones among them; 0 for unit -1
 
+    def keep(self) -> Tensor:
+        """[U] int64 counted rows that stay in every unit."""
+        inside = self.unit >= 0
+        return torch.zeros_like(self.evict).index_add_(0, self.unit[inside], self.counted[inside]) - self.evict
+
+    def protected(self, eligible: Tensor) -> Tensor:
+        """[L, Hkv] int64 counted rows that may not go, where `eligible` [L, Hkv, T] may."""
+        return self.counted - eligible.sum(-1)
+
 
 def quotas(
     resolved: ResolvedBudget,
@@ -40,7 +49,7 @@ def quotas(
     if layer_counts is not None:
         assert scope != "global" and sum(layer_counts) == int(keep.sum())
         assert all(resolved.protected <= count <= resolved.tokens for count in layer_counts)
-        keep = torch.tensor(layer_counts)
+        keep = torch.tensor(layer_counts, dtype=torch.int64)
     elif layer_weights is not None and scope != "global" and len(layers):
         assert len(layer_weights) == lengths.shape[0]
         weights = [layer_weights[layer] for layer in compactable]

@@ -22,6 +22,13 @@ class Readout(Protocol):
     def __iter__(self) -> Iterator[tuple[int, Tensor]]: ...
 
 
+class OutputProjections(Protocol):
+    """The weights W_O that take the attention outputs of a layer to its residual; a host's own, not a copy."""
+
+    def output_projection(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """W_O [d, Hq D] and its bias [d]."""
+
+
 @dataclass(frozen=True)
 class QueryMoments:
     """Mean and covariance of the queries so far, before RoPE; for policies that require `query_moments`."""
@@ -49,6 +56,7 @@ class ForwardStatistics:
     readout: Readout | None = None
     received_attention: Tensor | None = None  # [L, Hkv, T] fp32, by the policy's `running_attention`
     query_moments: QueryMoments | None = None
+    projections: OutputProjections | None = None  # for policies that require `output_projection`
     sink_logits: Tensor | None = None  # [L, Hq] where the model has a learned logit in each softmax's denominator
 
     def __post_init__(self) -> None:

@@ -5,19 +5,42 @@ from importlib.metadata import EntryPoint, entry_points
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.traits import ModelTraits
 from bpkv_trt.errors import ConfigError
+from bpkv_trt.policies.adakv import AdaKv
 from bpkv_trt.policies.base import Policy
 from bpkv_trt.policies.bpkv import Bpkv
+from bpkv_trt.policies.criticalkv import CriticalKv
+from bpkv_trt.policies.deferkv import DeferKv
+from bpkv_trt.policies.dropkv import DropKv
 from bpkv_trt.policies.expected_attention import ExpectedAttention
 from bpkv_trt.policies.full import Full
 from bpkv_trt.policies.h2o import H2o
+from bpkv_trt.policies.observed_attention import ObservedAttention
+from bpkv_trt.policies.pyramidkv import PyramidKv
 from bpkv_trt.policies.random import Random
 from bpkv_trt.policies.snapkv import SnapKv
 from bpkv_trt.policies.streaming_llm import StreamingLlm
+from bpkv_trt.policies.tova import Tova
 
 ENTRY_POINTS = "bpkv.policies"  # the group in which a package names its Policy classes
 
 _BUILT_IN: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Bpkv, Full, Random, StreamingLlm, SnapKv, H2o, ExpectedAttention)
+    policy.name: policy
+    for policy in (
+        Bpkv,
+        Full,
+        Random,
+        StreamingLlm,
+        H2o,
+        ObservedAttention,
+        SnapKv,
+        Tova,
+        PyramidKv,
+        AdaKv,
+        DropKv,
+        CriticalKv,
+        ExpectedAttention,
+        DeferKv,
+    )
 }
 
 

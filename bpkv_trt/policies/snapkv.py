@@ -2,38 +2,14 @@
 
 from typing import ClassVar
 
-import torch.nn.functional as F
-from torch import Tensor
-
-from bpkv_trt.core.budget import Scope
-from bpkv_trt.core.evidence import EvidenceSource
-from bpkv_trt.core.statistics import ForwardStatistics
-from bpkv_trt.policies.base import Requirement
-from bpkv_trt.policies.headwise import HeadwisePolicy
-from bpkv_trt.pool.view import SequenceView
-
-KERNEL = 5  # rows averaged around each: keeps the neighbours of what is attended
+from bpkv_trt.policies.observation_window import ObservationWindowPolicy
 
 
-class SnapKv(HeadwisePolicy):
-    """Score: attention from an observation window, mean over its positions and the head's group, average-pooled over 5
-    neighbouring rows (zeros past the ends).
+class SnapKv(ObservationWindowPolicy):
+    """The pooled attention of the observation window, as it is; every head keeps as much.
 
-    Source: Li et al., arXiv:2404.14469; pooling and means as in kvpress SnapKVPress. The window is the M scoring
-    positions, so that all policies see as much (32 in SnapKV's code, 64 in kvpress); its own rows are outside the
-    pooling and, like there, rank above all others.
+    Source: Li et al., arXiv:2404.14469; kvpress SnapKVPress 0.5.5. What differs: see `ObservationWindowPolicy`.
     """
 
     name: ClassVar[str] = "snapkv"
     source: ClassVar[str] = "arXiv:2404.14469"
-    scopes: ClassVar[tuple[Scope, ...]] = ("head", "layer", "global")
-    requires: ClassVar[frozenset[Requirement]] = frozenset({"last_queries"})
-
-    def score_head(self, statistics: ForwardStatistics, view: SequenceView, layer: int, head: int) -> Tensor:
-        weights = EvidenceSource(statistics, view, self.traits).attention(layer, head).a  # [G, M, n]
-        window = weights.shape[1]
-        observed = weights[..., :-window].mean(dim=(0, 1))  # [n - M]
-        if observed.numel() == 0:
-            return F.pad(observed, (0, window), value=1.0)
-        pooled = F.avg_pool1d(observed[None], KERNEL, stride=1, padding=KERNEL // 2)[0]
-        return F.pad(pooled, (0, window), value=1.0)  # no mean of attention weights exceeds 1

@@ -38,7 +38,9 @@ class TorchStatistics:
     @property
     def offers(self) -> frozenset[Requirement]:
         """All that this host can observe; query moments only where RoPE turns halves, as `QueryMoments` means it."""
-        always: frozenset[Requirement] = frozenset({"last_queries", "received_attention", "readout"})
+        always: frozenset[Requirement] = frozenset(
+            {"last_queries", "received_attention", "readout", "output_projection"}
+        )
         return always | {"query_moments"} if rope_can_be_undone(self.host.model) else always
 
     def open(self, sequence: int) -> None:
@@ -95,6 +97,7 @@ class TorchStatistics:
                 readout=self._readout(sequence, replay, ids, p) if "readout" in self.requires else None,
                 received_attention=None if received is None else received.result(self.rules[0]),
                 query_moments=None if moments is None else moments.result(),
+                projections=self.host.weights if "output_projection" in self.requires else None,
             )
 
     def _readout(self, sequence: int, replay: Replay, ids: torch.Tensor, p: torch.Tensor) -> Readout:

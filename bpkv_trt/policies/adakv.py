@@ -1,0 +1,43 @@
+"""AdaKV: the heads of a layer share its budget by what their attention concentrates on."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from bpkv_trt.core.budget import Scope
+from bpkv_trt.core.quota import Quota
+from bpkv_trt.core.selection import Selection, lowest_in_units, lowest_scores
+from bpkv_trt.core.statistics import ForwardStatistics
+from bpkv_trt.policies.observation_window import ObservationWindowPolicy
+from bpkv_trt.pool.view import SequenceView
+
+ALPHA = 0.2  # of its even share, which no head goes below
+
+
+class AdaKv(ObservationWindowPolicy):
+    """SnapKV's score; the highest of a layer stay, whichever head they are in, after each head has been given its
+    best floor(0.2 x even share) entries, protected ones counted.
+
+    Source: Feng et al., arXiv:2407.11550; kvpress AdaKVPress 0.5.5 (`alpha_safeguard`) over SnapKVPress. AdaKV's own
+    code mixes instead: 0.2 of the even share and 0.8 of what competition gives, window left out, max-pooled over 7
+    rows. There as here layers keep equal totals, so the scope is `layer` and no other.
+    """
+
+    name: ClassVar[str] = "adakv"
+    source: ClassVar[str] = "arXiv:2407.11550"
+    scopes: ClassVar[tuple[Scope, ...]] = ("layer",)
+
+    def select(
+        self, scores: Tensor, eligible: Tensor, quota: Quota, statistics: ForwardStatistics, view: SequenceView
+    ) -> Selection:
+        head = torch.arange(quota.unit.numel(), device=quota.unit.device).view_as(quota.unit)
+        secured = lowest_in_units(-scores, eligible, head, self._safeguard(eligible, quota).flatten())
+        return lowest_scores(scores, eligible & ~secured, quota)
+
+    @staticmethod
+    def _safeguard(eligible: Tensor, quota: Quota) -> Tensor:
+        """[L, Hkv] eligible entries that every head keeps whatever their scores."""
+        heads = quota.unit.shape[1]
+        safe = (ALPHA * (quota.keep() // heads)).long()[quota.unit.clamp(min=0)]  # of the layer, by head
+        return (safe - quota.protected(eligible)).clamp(min=0)

@@ -1,0 +1,38 @@
+"""What SnapKV and all that build on it share: the attention of an observation window, pooled over neighbouring rows."""
+
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from bpkv_trt.core.budget import Scope
+from bpkv_trt.core.evidence import EvidenceSource
+from bpkv_trt.core.statistics import ForwardStatistics
+from bpkv_trt.policies.base import Requirement
+from bpkv_trt.policies.headwise import HeadwisePolicy
+from bpkv_trt.pool.view import SequenceView
+
+KERNEL = 5  # rows averaged around each: keeps the neighbours of what is attended
+
+
+class ObservationWindowPolicy(HeadwisePolicy):
+    """Score: attention from the observation window, mean over its positions and the head's group, average-pooled over 5
+    neighbouring rows (zeros past the ends count).
+
+    The window is the M scoring positions, so that all policies see as much (32 in SnapKV's code, 64 in kvpress); its
+    own rows are outside the pooling and rank above all others. Mean and pooling are those of kvpress SnapKVPress 0.5.5;
+    SnapKV's own code sums over the window and lets every query head keep rows of its own, which a KV head that is
+    stored once cannot.
+    """
+
+    requires: ClassVar[frozenset[Requirement]] = frozenset({"last_queries"})
+    scopes: ClassVar[tuple[Scope, ...]] = ("head", "layer", "global")
+
+    def score_head(self, statistics: ForwardStatistics, view: SequenceView, layer: int, head: int) -> Tensor:
+        weights = EvidenceSource(statistics, view, self.traits).attention(layer, head).a  # [G, M, n]
+        window = weights.shape[1]
+        observed = weights[..., :-window].mean(dim=(0, 1))  # [n - M]
+        if observed.numel() == 0:
+            return F.pad(observed, (0, window), value=1.0)
+        pooled = F.avg_pool1d(observed[None], KERNEL, stride=1, padding=KERNEL // 2)[0]
+        return F.pad(pooled, (0, window), value=1.0)  # no mean of attention weights exceeds 1
