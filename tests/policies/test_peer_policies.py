@@ -1,6 +1,5 @@
-"""Every peer's score against a plain loop in float64 over ragged heads of a pool that compaction has cut to pieces."""
+"""Peers that are not built on an observation window, against a plain loop in float64 over a ragged pool."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -9,118 +8,19 @@ from torch import Tensor
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.quota import Quota
-from bpkv_trt.core.statistics import ForwardStatistics, QueryMoments
-from bpkv_trt.core.traits import ModelTraits
 from bpkv_trt.policies.expected_attention import mean_rotation
-from bpkv_trt.policies.registry import make_policy, settled
-from bpkv_trt.pool import CompactionPlan, PagedKvPool, SequenceView
-
-LAYERS, HEADS, GROUP, WIDTH, WINDOW, TOKENS = 3, 2, 2, 8, 4, 40
-TRAITS = ModelTraits(
-    architecture="test",
-    layers=LAYERS,
-    query_heads=HEADS * GROUP,
-    kv_heads=HEADS,
-    head_dim=WIDTH,
-    width=16,
-    vocabulary=50,
-    attention_scale=WIDTH**-0.5,
-    sliding_window=16,
-    sliding_layers=frozenset({1}),
+from bpkv_trt.policies.registry import make_policy
+from bpkv_trt.pool import SequenceView
+from tests.policies.conftest import (
+    COMPACTABLE_HEADS,
+    GROUP,
+    TOKENS,
+    TRAITS,
+    WIDTH,
+    make_config,
+    make_statistics,
+    scores_of,
 )
-COMPACTABLE_HEADS = [(layer, head) for layer in TRAITS.compactable_layers for head in range(HEADS)]
-
-
-@pytest.fixture
-def view() -> SequenceView:
-    torch.manual_seed(0)
-    pool = PagedKvPool(layers=LAYERS, kv_heads=HEADS, head_dim=WIDTH, pages=120, page_size=4, poison=True)
-    sequence = pool.admit()
-    pool.extend(sequence, TOKENS)
-    for layer in range(LAYERS):
-        pool.write(sequence, layer, *torch.randn(2, HEADS, TOKENS, WIDTH))
-    gone = torch.rand(LAYERS, HEADS, TOKENS) < torch.tensor([[0.1, 0.5], [0.0, 0.0], [0.3, 0.7]])[..., None]
-    gone[..., :4] = gone[..., -8:] = False
-    pool.apply(CompactionPlan.from_eviction(pool.view(sequence), gone))
-    assert len(set(pool.lengths(sequence).ravel().tolist())) > 2
-    return pool.view(sequence)
-
-
-def make_statistics(view: SequenceView) -> ForwardStatistics:
-    query_heads = HEADS * GROUP
-    exponents = 2 * torch.arange(WIDTH // 2) / WIDTH
-    draws = torch.randn(LAYERS, query_heads, 3 * WIDTH, WIDTH)
-    return ForwardStatistics(
-        q=torch.randn(LAYERS, WINDOW, query_heads, WIDTH) * 3,
-        context=torch.randn(LAYERS, WINDOW, query_heads, WIDTH),
-        residual=torch.randn(WINDOW, 16),
-        topk_ids=torch.zeros(WINDOW, 5, dtype=torch.int64),
-        topk_p=torch.full((WINDOW, 5), 0.2),
-        covered_mass=torch.ones(WINDOW),
-        positions=torch.arange(TOKENS - WINDOW, TOKENS),
-        received_attention=torch.rand(LAYERS, HEADS, int(view.lengths.max())),
-        query_moments=QueryMoments(
-            mean=draws.mean(2),
-            covariance=draws.mT @ draws / draws.shape[2],
-            inverse_frequencies=tuple(10.0 ** -(layer + exponents) for layer in range(LAYERS)),
-        ),
-    )
-
-
-def scores_of(
-    name: str, view: SequenceView, statistics: ForwardStatistics, traits: ModelTraits = TRAITS, **options: int
-) -> Tensor:
-    config = settled(BpkvConfig(policy=name, positions=WINDOW, recent=8, **options))
-    scores = make_policy(config, traits).score(statistics, view)
-    assert scores.shape == (LAYERS, HEADS, int(view.lengths.max())) and scores.dtype == torch.float32
-    return scores
-
-
-def window_attention(view: SequenceView, statistics: ForwardStatistics, layer: int, head: int, query: int) -> Tensor:
-    """[M, n] float64 weights of one query head, one position at a time."""
-    k = view.keys(layer, head).double()
-    weights = torch.zeros(WINDOW, k.shape[0], dtype=torch.float64)
-    for m in range(WINDOW):
-        seen = k.shape[0] - (WINDOW - 1 - m)
-        logits = k[:seen] @ statistics.q[layer, m, query].double() / math.sqrt(WIDTH)
-        weights[m, :seen] = (logits - logits.logsumexp(0)).exp()
-    return weights
-
-
-def test_snapkv_pools_the_mean_window_attention_of_the_group(view: SequenceView) -> None:
-    statistics = make_statistics(view)
-    scores = scores_of("snapkv", view, statistics)
-    for layer, head in COMPACTABLE_HEADS:
-        n = int(view.lengths[layer, head])
-        queries = range(head * GROUP, (head + 1) * GROUP)
-        observed = torch.stack([window_attention(view, statistics, layer, head, query) for query in queries])
-        prefix = observed.mean((0, 1))[: n - WINDOW].tolist()
-        for row in range(n - WINDOW):
-            pooled = sum(prefix[max(0, row - 2) : row + 3]) / 5  # zeros past the ends count
-            assert scores[layer, head, row].item() == pytest.approx(pooled, rel=1e-5)
-        assert bool((scores[layer, head, n - WINDOW : n] > scores[layer, head, : n - WINDOW].max()).all())
-
-
-def test_snapkv_uses_the_softcap_and_sink_logits_of_the_model(view: SequenceView) -> None:
-    plain = make_statistics(view)
-    capped = scores_of("snapkv", view, plain, replace(TRAITS, attention_softcap=2.0))
-    assert not torch.allclose(capped, scores_of("snapkv", view, plain))
-    sunk = replace(plain, sink_logits=torch.full((LAYERS, HEADS * GROUP), 50.0))  # all attention goes to the sink
-    scores = scores_of("snapkv", view, sunk, replace(TRAITS, sink_logits=True))
-    for layer, head in COMPACTABLE_HEADS:
-        assert bool((scores[layer, head, : view.lengths[layer, head] - WINDOW] < 1e-9).all())
-
-
-def test_snapkv_of_nothing_but_a_window() -> None:
-    torch.manual_seed(0)
-    pool = PagedKvPool(layers=LAYERS, kv_heads=HEADS, head_dim=WIDTH, pages=20, page_size=4, poison=True)
-    sequence = pool.admit()
-    pool.extend(sequence, WINDOW)
-    for layer in range(LAYERS):
-        pool.write(sequence, layer, *torch.randn(2, HEADS, WINDOW, WIDTH))
-    short = pool.view(sequence)
-    scores = scores_of("snapkv", short, make_statistics(short))
-    assert bool((scores[list(TRAITS.compactable_layers)] == 1).all())
 
 
 def rotated(vector: Tensor, position: int, frequencies: Tensor) -> Tensor:
@@ -174,6 +74,17 @@ def test_h2o_is_the_attention_received(view: SequenceView) -> None:
     assert received is not None and torch.equal(scores_of("h2o", view, statistics), received)
 
 
+def test_observed_attention_is_the_mean_over_the_queries_that_could_see_the_entry(view: SequenceView) -> None:
+    statistics = make_statistics(view)
+    assert statistics.received_attention is not None
+    scores = scores_of("observed_attention", view, statistics)
+    for layer, head in COMPACTABLE_HEADS:
+        for row, position in enumerate(view.positions(layer, head).tolist()):
+            queries = len(range(position, TOKENS))  # of the entry's own token and of every later one
+            received = float(statistics.received_attention[layer, head, row])
+            assert scores[layer, head, row].item() == pytest.approx(received / queries, rel=1e-6)
+
+
 def test_streaming_llm_evicts_the_oldest(view: SequenceView) -> None:
     scores = scores_of("streaming_llm", view, make_statistics(view))
     for layer, head in COMPACTABLE_HEADS:
@@ -196,9 +107,22 @@ def test_full_evicts_nothing(view: SequenceView) -> None:
     assert bool((policy.score(make_statistics(view), view) == 1).all())
 
 
-@pytest.mark.parametrize("name", ["random", "streaming_llm", "snapkv", "h2o", "expected_attention"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "random",
+        "streaming_llm",
+        "h2o",
+        "observed_attention",
+        "snapkv",
+        "tova",
+        "dropkv",
+        "deferkv",
+        "expected_attention",
+    ],
+)
 def test_the_lowest_scores_go_and_the_rest_stays(view: SequenceView, name: str) -> None:
-    policy = make_policy(settled(BpkvConfig(policy=name, positions=WINDOW, recent=8)), TRAITS)
+    policy = make_policy(make_config(name), TRAITS)
     statistics = make_statistics(view)
     scores = policy.score(statistics, view)
     rows = torch.arange(scores.shape[-1])

@@ -11,7 +11,22 @@ from bpkv_trt.errors import ConfigError
 from bpkv_trt.policies.base import Policy
 from bpkv_trt.policies.registry import make_policy, policy_class, policy_names, settled
 
-BUILT_IN = ("bpkv", "full", "random", "streaming_llm", "snapkv", "h2o", "expected_attention")
+BUILT_IN = (
+    "bpkv",
+    "full",
+    "random",
+    "streaming_llm",
+    "h2o",
+    "observed_attention",
+    "snapkv",
+    "tova",
+    "pyramidkv",
+    "adakv",
+    "dropkv",
+    "criticalkv",
+    "expected_attention",
+    "deferkv",
+)
 TRAITS = ModelTraits(
     architecture="test",
     layers=1,
@@ -66,6 +81,9 @@ def test_built_in_policies_state_their_name_and_source(name: str) -> None:
     ("name", "requires"),
     [
         ("h2o", {"received_attention"}),
+        ("observed_attention", {"received_attention"}),
+        ("criticalkv", {"last_queries", "output_projection"}),
+        ("tova", {"last_queries"}),
         ("expected_attention", {"query_moments"}),
         ("snapkv", {"last_queries"}),
         ("random", set()),
@@ -81,7 +99,7 @@ def test_an_unknown_name_is_refused_with_the_choices() -> None:
     with pytest.raises(ConfigError) as refusal:
         make_policy(BpkvConfig(policy="snapvk"), TRAITS)
     assert "'snapvk'" in str(refusal.value) and all(name in str(refusal.value) for name in BUILT_IN)
-    assert policy_names()[: len(BUILT_IN)] == BUILT_IN
+    assert policy_names()[0] == "bpkv" and set(BUILT_IN) <= set(policy_names())
 
 
 @pytest.mark.usefixtures("installed")
@@ -145,6 +163,32 @@ def test_peers_run_in_their_published_scope_unless_another_is_given(name: str) -
         else:
             with pytest.raises(ConfigError, match=f"scope is {scope}, which the policy {name} cannot have"):
                 settled(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value", "allowed"),
+    [
+        ("adakv", "scope", "head", "layer"),
+        ("pyramidkv", "scope", "global", "head"),
+        ("pyramidkv", "regime", "generation", "prefill, deferred"),
+        ("deferkv", "regime", "prefill", "deferred"),
+    ],
+)
+def test_what_makes_a_policy_what_it_is_cannot_be_changed(name: str, option: str, value: str, allowed: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option} is {value}, which .* {name} cannot have: it works with {allowed}"):
+        settled(BpkvConfig(policy=name, **{option: value}))
+
+
+def test_pyramidkv_takes_no_layer_table() -> None:
+    with pytest.raises(ConfigError, match="layer_table is table.json, but the policy pyramidkv shares its budget"):
+        settled(BpkvConfig(policy="pyramidkv", layer_table="table.json"))
+
+
+def test_deferkv_waits_for_one_token_unless_told_otherwise() -> None:
+    config = settled(BpkvConfig(policy="deferkv"))
+    assert (config.regime, config.defer, config.scoring_positions) == (("deferred",), 1, config.positions + 1)
+    assert settled(BpkvConfig(policy="deferkv", defer=4)).defer == 4
+    assert settled(BpkvConfig(policy="snapkv", regime="deferred")).defer == 8
 
 
 def test_the_default_policy_keeps_the_defaults() -> None:
