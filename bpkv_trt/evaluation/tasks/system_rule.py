@@ -6,7 +6,7 @@ After "Pitfalls of KV Cache Compression" (arXiv 2510.00231): instructions far fr
 import random
 
 from bpkv_trt.evaluation.tasks.haystack import NOISE, noise_lines
-from bpkv_trt.evaluation.tasks.sample import Draft, Outline, Request, listing
+from bpkv_trt.evaluation.tasks.sample import Answer, Draft, Outline, Request
 from bpkv_trt.evaluation.tasks.words import distinct_words
 
 
@@ -18,11 +18,11 @@ def system_rule(rng: random.Random, request: Request) -> Outline:
     def draft(units: int) -> Draft:
         return Draft(
             variant="system_rule-noise",
-            context=f"This is the rule for all of your answers: begin every answer with the code word {word}.\n"
+            context=f'This is the rule for all of your answers: begin every answer with the code word "{word}".\n'
             + "\n".join(noise_lines(units)),
             question=f"Obey the rule, and answer this: {task}",
             lead="As the rule at the beginning of this text demands, I begin my answer with the code word",
-            answer=listing([word]),
+            answer=Answer().plus(' "').plus(word, reference=True).plus('".'),
         )
 
     return Outline(draft, smallest=5)
