@@ -18,9 +18,9 @@ from bpkv_trt.core.budget import parse_bytes
 from bpkv_trt.doctor import examine, print_findings
 from bpkv_trt.documents import SCHEMA_VERSION, check_destination, document, library_versions, write_json
 from bpkv_trt.errors import BpkvError, ConfigError, InputError
-from bpkv_trt.layer_table import LayerTable
 from bpkv_trt.progress import progress_on
 from bpkv_trt.request import GenerateRequest, read_prompt
+from bpkv_trt.score_table import ScoreTable
 from bpkv_trt.summary import print_generate
 
 
@@ -80,7 +80,7 @@ def _config(options: argparse.Namespace) -> BpkvConfig:
     given = {name: value for name, value in vars(options).items() if name in BpkvConfig.model_fields}
     config = BpkvConfig(**given) if options.config is None else BpkvConfig.from_yaml(options.config, **given)
     if config.layer_table is not None:
-        LayerTable.load(config.layer_table)  # refused now, not after the model has been loaded
+        ScoreTable.load(config.layer_table)  # refused now, not after the model has been loaded
     return config
 
 

@@ -93,7 +93,7 @@ class BpkvConfig(BaseModel):
     # As many decoded tokens as scoring positions: then all of them are the model's own answer.
     defer: int = Field(8, ge=1, description="tokens decoded before a deferred compaction")
     # Uniform unless a file says otherwise.
-    layer_table: Path | None = Field(None, description="weights of the layers, a JSON or safetensors file")
+    layer_table: Path | None = Field(None, description="weights of layers or KV heads, a JSON or safetensors file")
     # TensorRT-LLM's tokens per block; half a page is lost per head, 16 rows, little beside hundreds kept.
     page_size: int = Field(32, ge=1, le=1024, description="rows in a page of the pool")
     # Any fixed number: two runs must agree.

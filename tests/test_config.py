@@ -1,15 +1,11 @@
 """One validated configuration: what is refused, in which words, and that a file reads back to itself."""
 
-import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import ConfigError
-from bpkv_trt.layer_table import LayerTable
 
 
 @pytest.mark.parametrize(
@@ -88,33 +84,3 @@ def test_an_unusable_file_is_refused_by_name(tmp_path: Path, content: bytes) -> 
     assert "\n" not in str(refusal.value)
     with pytest.raises(ConfigError, match=r"absent\.yaml"):
         BpkvConfig.from_yaml(tmp_path / "absent.yaml")
-
-
-def test_layer_tables_of_both_formats_agree(tmp_path: Path) -> None:
-    weights = [1.0, 0.5, 3.0]
-    (tmp_path / "table.json").write_text(json.dumps({"weights": [1, 0.5, 3]}))
-    save_file({"weights": np.array(weights, dtype=np.float32)}, tmp_path / "table.safetensors")
-    for name in ("table.json", "table.safetensors"):
-        table = LayerTable.load(tmp_path / name)
-        assert table.weights_for(3) == tuple(weights)
-        with pytest.raises(ConfigError, match="3 weights and the model 4 layers"):
-            table.weights_for(4)
-
-
-@pytest.mark.parametrize(
-    "content",
-    ["", "[1, 2]", '{"weight": [1]}', '{"weights": 1}', '{"weights": []}', '{"weights": [1, 0]}', '{"weights": [-1]}']
-    + ['{"weights": [NaN]}', '{"weights": [1e999]}', '{"weights": [true]}', '{"weights": ["1"]}', '{"weights": [[1]]}'],
-)
-def test_unusable_layer_tables_are_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / "table.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"table\.json.*positive"):
-        LayerTable.load(tmp_path / "table.json")
-
-
-def test_missing_and_damaged_layer_tables_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "damaged.safetensors").write_bytes(b"\x00" * 20)
-    (tmp_path / "flat.safetensors").write_bytes(b"")
-    for name in ("absent.json", "absent.safetensors", "damaged.safetensors", "flat.safetensors"):
-        with pytest.raises(ConfigError, match=name):
-            LayerTable.load(tmp_path / name)

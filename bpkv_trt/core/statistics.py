@@ -55,6 +55,7 @@ class ForwardStatistics:
     positions: Tensor  # [M] int64, logical
     readout: Readout | None = None
     received_attention: Tensor | None = None  # [L, Hkv, T] fp32, by the policy's `running_attention`
+    replay_attention: Tensor | None = None  # [L, Hkv, T] fp32, the most received while the context was repeated
     query_moments: QueryMoments | None = None
     projections: OutputProjections | None = None  # for policies that require `output_projection`
     sink_logits: Tensor | None = None  # [L, Hq] where the model has a learned logit in each softmax's denominator

@@ -14,9 +14,15 @@ from bpkv_trt.policies.dropkv import DropKv
 from bpkv_trt.policies.expected_attention import ExpectedAttention
 from bpkv_trt.policies.full import Full
 from bpkv_trt.policies.h2o import H2o
+from bpkv_trt.policies.inertiakv import InertiaKv
+from bpkv_trt.policies.inertiakv_lazy import InertiaKvLazy
+from bpkv_trt.policies.inertiakv_score_free import InertiaKvScoreFree
+from bpkv_trt.policies.kvzip import KvZip
 from bpkv_trt.policies.observed_attention import ObservedAttention
 from bpkv_trt.policies.pyramidkv import PyramidKv
 from bpkv_trt.policies.random import Random
+from bpkv_trt.policies.ripplekv import RippleKv
+from bpkv_trt.policies.rkv import RKv
 from bpkv_trt.policies.snapkv import SnapKv
 from bpkv_trt.policies.streaming_llm import StreamingLlm
 from bpkv_trt.policies.tova import Tova
@@ -40,6 +46,12 @@ _BUILT_IN: dict[str, type[Policy]] = {
         CriticalKv,
         ExpectedAttention,
         DeferKv,
+        RKv,
+        InertiaKv,
+        InertiaKvLazy,
+        InertiaKvScoreFree,
+        RippleKv,
+        KvZip,
     )
 }
 
@@ -70,16 +82,13 @@ def settled(config: BpkvConfig) -> BpkvConfig:
     policy = policy_class(config.policy)
     if policy.evicts_nothing:
         return config
-    if config.layer_table is not None and not policy.takes_layer_table:
-        raise ConfigError(
-            f"layer_table is {config.layer_table}, but the policy {config.policy} shares its budget over the layers by "
-            "a rule of its own. Leave the table out, or choose another policy."
-        )
+    _check_table(config, policy)
     if config.scope not in policy.scopes:
         _refuse_if_given(config, "scope", config.scope, policy.scopes)
     own = {"scope": policy.scopes[0], **policy.defaults}
     changes = {option: value for option, value in own.items() if option not in config.model_fields_set}
-    if refused := [regime for regime in config.regime if regime not in policy.regimes]:
+    refused = [regime for regime in config.regime if regime not in policy.regimes]
+    if refused and "regime" not in changes:
         _refuse_if_given(config, "regime", ",".join(refused), policy.regimes)
         changes["regime"] = [regime for regime in config.regime if regime in policy.regimes] or policy.regimes[:1]
     return config.replace(**changes)
@@ -89,6 +98,20 @@ def make_policy(config: BpkvConfig, traits: ModelTraits) -> Policy:
     """The policy of a settled configuration, for a model."""
     assert settled(config) == config, "the configuration was not settled for its policy"
     return policy_class(config.policy)(config, traits)
+
+
+def _check_table(config: BpkvConfig, policy: type[Policy]) -> None:
+    if config.layer_table is not None and not policy.takes_layer_table:
+        raise ConfigError(
+            f"layer_table is {config.layer_table}, but the policy {config.policy} shares its budget over the layers by "
+            "a rule of its own. Leave the table out, or choose another policy."
+        )
+    if config.layer_table is None and "score_table" in policy.requires:
+        raise ConfigError(
+            f"The policy {config.policy} shares its budget over the layers by a table made for the model, and "
+            "layer_table is not given. Make one with `bpkv layer-table --model M --output table.json`, then give "
+            "--layer-table table.json."
+        )
 
 
 def _refuse_if_given(config: BpkvConfig, option: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -55,7 +55,7 @@ class RKv(HeadwisePolicy):
 
 
 def redundancy(keys: Tensor) -> Tensor:
-    """[n] softmax over rows of their mean cosine to the others' keys [n, D]; each of those leaves out its last like one."""
+    """[n] softmax over rows of their mean cosine to the others' keys [n, D]; of each, its last like one is left out."""
     unit, n = F.normalize(keys, dim=-1, eps=1e-8), keys.shape[0]
     rows, total = torch.arange(n, device=keys.device), keys.new_zeros(n)
     for start in range(0, n, BLOCK):

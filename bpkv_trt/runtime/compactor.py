@@ -19,6 +19,7 @@ from bpkv_trt.policies.base import Policy, Requirement
 from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.pool.view import SequenceView
 from bpkv_trt.profiling import Trace
+from bpkv_trt.score_table import ScoreTable
 
 KEEP_ALL = Budget.parse("1")
 STAGES = ("readout", "score", "select", "compact")
@@ -117,18 +118,18 @@ class Compactor:
         traits: ModelTraits,
         pool: CompactablePool,
         source: StatisticsSource,
-        layer_weights: Sequence[float] | None = None,
+        table: ScoreTable | None = None,
         trace: Trace | None = None,
     ) -> None:
         """Raises ConfigError where the policy needs what the host cannot supply."""
-        missing = policy.requires - source.offers
+        missing = policy.requires - source.offers - {"score_table"}  # a table comes from the user
         if missing:
             raise ConfigError(
                 f"The policy {policy.name} needs {', '.join(sorted(missing))}, which this host cannot supply "
                 f"for {traits.architecture} models; choose another policy."
             )
         self.config, self.policy, self.traits, self.pool, self.source = config, policy, traits, pool, source
-        self.layer_weights = layer_weights
+        self.table = table
         self.trace = trace or Trace()
         self.requests: dict[int, _Request] = {}
 
@@ -227,8 +228,9 @@ class Compactor:
         request.reported.add(demand.regime)
         counted = demand.counted.to(self.pool.device)
         compactable = self.traits.compactable_layers
+        weights = None if self.table is None else self.table.layer_weights
         shares = self.policy.layer_counts(demand.budget, len(compactable))
-        quota = quotas(demand.budget, self.config.scope, counted, compactable, self.layer_weights, shares)
+        quota = quotas(demand.budget, self.config.scope, counted, compactable, weights, shares)
         reason = self._reason_to_keep_all(demand, int(quota.evict.sum()))
         if reason is not None:
             return self._unchanged(sequence, demand.regime, reason, demand.budget.clamped)
@@ -274,12 +276,13 @@ class Compactor:
         return None if evicted else demand.budget.note or f"within the budget {demand.budget.requested}"
 
     def _weighted(self, scores: Tensor) -> Tensor:
-        # Where all layers compete, a layer table cannot set counts, so it weighs the scores; at most by 1, since only
-        # ratios matter and a large score must stay finite.
-        if self.layer_weights is None or self.config.scope != "global":
+        # Where layers or heads compete, a table cannot set their counts, so it weighs their scores; at most by 1, since
+        # only ratios matter and a large score must stay finite.
+        weights = None if self.table is None else self.table.score_weights(self.config.scope)
+        if weights is None:
             return scores
-        weights = torch.tensor(self.layer_weights, dtype=scores.dtype, device=scores.device)
-        return scores * (weights / weights.max())[:, None, None]
+        factors = torch.tensor(weights, dtype=scores.dtype, device=scores.device)[..., None]
+        return torch.where(scores < 0, scores / factors, scores * factors)  # a small weight always lowers the rank
 
     def _eligible(self, view: SequenceView, first: int) -> Tensor:
         """[L, Hkv, T] bool: rows whose logical position is at least `first` and before the recent window."""

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.running_attention import RunningAttention
-from bpkv_trt.layer_table import LayerTable
 from bpkv_trt.models.loading import HostedModel
 from bpkv_trt.policies.base import Requirement
 from bpkv_trt.policies.registry import make_policy, settled
@@ -18,6 +17,7 @@ from bpkv_trt.runtime.compactor import CompactionEvent, Compactor
 from bpkv_trt.runtime.step import Chunk
 from bpkv_trt.runtime.torch_host import TorchHost
 from bpkv_trt.runtime.torch_statistics import TorchStatistics
+from bpkv_trt.score_table import ScoreTable
 
 Turn = tuple[int, Sequence[int]]  # a sequence and its next tokens
 
@@ -42,12 +42,14 @@ class Engine:
         """
         traits, config = loaded.traits, settled(config)
         policy = make_policy(config, traits)
-        weights = None if config.layer_table is None else LayerTable.load(config.layer_table).weights_for(traits.layers)
+        table = None if config.layer_table is None else ScoreTable.load(config.layer_table)
+        if table is not None:
+            table.check(traits.layers, traits.kv_heads, config.scope)
         self.trace = trace or Trace()
         self.host = TorchHost(loaded, pool, replayed=max(replayed, config.scoring_positions))
         rules = (policy.running_attention, *rules)
         self.statistics = TorchStatistics(self.host, config, policy.requires | observed, rules)
-        self.compactor = Compactor(config, policy, traits, pool, self.statistics, weights, self.trace)
+        self.compactor = Compactor(config, policy, traits, pool, self.statistics, table, self.trace)
 
     @property
     def pool(self) -> PagedKvPool:

@@ -1,6 +1,7 @@
 """When sequences are compacted, to how much, and what is refused before anything runs."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -126,7 +127,7 @@ def test_all_scoring_positions_lie_within_the_recent_window(regime: str, recent:
         BpkvConfig(**options)
 
 
-def table(path: Path, weights: list[float]) -> str:
+def table(path: Path, weights: Sequence[float] | Sequence[list[float]]) -> str:
     path.write_text(f'{{"weights": {weights}}}')
     return str(path)
 
@@ -161,6 +162,36 @@ def test_in_global_scope_a_layer_table_multiplies_scores(tmp_path: Path) -> None
     gone = trail.hidden_from()[..., SMALL["sinks"] : len(PROMPT) - SMALL["recent"]] == len(PROMPT)
     assert torch.equal(gone, scores < threshold)
     assert not torch.equal(trail.hidden_from(), none.hidden_from())
+
+
+def test_weights_of_heads_share_layers_out_by_their_mean_and_weigh_scores(tmp_path: Path) -> None:
+    """In scope layer 2 : 3 gives 16 and 24 a head; within a layer the mask is that of the weighted scores."""
+    weights = [[1.0, 3.0], [4.0, 2.0]]
+    options = {"scope": "layer", "regime": "prefill", "policy": "snapkv"}
+    trail = driven(steps=0, **options, layer_table=table(tmp_path / "table.json", weights))
+    lengths = trail.engine.pool.lengths(trail.sequence)
+    assert lengths.sum(axis=1).tolist() == [2 * 16, 2 * 24]
+    (whole,) = follow(engine := engine_of("llama", **options, budget="1.0"), [PROMPT], [[]])
+    statistics = engine.statistics.collect(whole.sequence, SMALL["positions"], engine.trace)
+    scores = engine.compactor.policy.score(statistics, engine.pool.view(whole.sequence))
+    scores = (scores * torch.tensor(weights)[..., None])[..., SMALL["sinks"] : len(PROMPT) - SMALL["recent"]]
+    gone = trail.hidden_from()[..., SMALL["sinks"] : len(PROMPT) - SMALL["recent"]] == len(PROMPT)
+    for layer, kept in enumerate((16, 24)):
+        threshold = scores[layer].flatten().sort().values[2 * (50 - kept)]
+        assert torch.equal(gone[layer], scores[layer] < threshold)
+
+
+def test_a_small_weight_lowers_a_negative_score_too(tmp_path: Path) -> None:
+    """Most of R-KV's scores are negative: those of the layer of small weight go first, all of them."""
+    options = {"scope": "global", "regime": "prefill", "policy": "rkv"}
+    (whole,) = follow(engine := engine_of("llama", **options, budget="1.0"), [PROMPT], [[]])
+    statistics = engine.statistics.collect(whole.sequence, SMALL["positions"], engine.trace)
+    scores = engine.compactor.policy.score(statistics, engine.pool.view(whole.sequence))
+    negative = (scores < 0)[..., SMALL["sinks"] : len(PROMPT) - SMALL["recent"]]
+    assert negative[0].sum() > 30
+    trail = driven(steps=0, **options, budget="0.85", layer_table=table(tmp_path / "table.json", [1e-6, 1]))
+    gone = trail.hidden_from()[..., SMALL["sinks"] : len(PROMPT) - SMALL["recent"]] == len(PROMPT)
+    assert gone.sum() == 4 * 8 and not gone[1].any() and not (gone & ~negative).any()
 
 
 def test_a_layer_table_for_another_model_is_refused(tmp_path: Path) -> None:
