@@ -15,6 +15,7 @@ from bpkv_trt.request import GenerateRequest
 from bpkv_trt.runtime.engine import Engine, make_pool
 from bpkv_trt.runtime.generator import Generator, Request
 from bpkv_trt.runtime.memory import activation_bytes, pool_bytes, require_memory
+from bpkv_trt.runtime.repetition import scratch_rows
 from bpkv_trt.runtime.sampling import SamplingParams
 
 Turns = Sequence[Sequence[int]]
@@ -86,9 +87,12 @@ def _engine(loaded: LoadedModel, request: GenerateRequest, turns: Turns, trace: 
     rows = prompt + request.max_new_tokens
     caches = 2 if request.verify else 1  # the full cache stands beside the compacted one
     page_size = request.config.page_size
-    needed = caches * pool_bytes(loaded, rows, page_size) + activation_bytes(loaded, prompt, request.config)
+    scratch = scratch_rows(request.config, loaded.encoder, [len(turn) for turn in turns])
+    cache = caches * pool_bytes(loaded, rows, page_size) + pool_bytes(loaded, scratch, page_size)
+    needed = cache + activation_bytes(loaded, prompt, request.config)
     require_memory(needed, loaded.model.device, request.memory_limit)
-    return Engine(loaded, request.config, make_pool(loaded, rows, page_size, caches=caches), trace)
+    pool = make_pool(loaded, rows, page_size, caches=caches, scratch=scratch)
+    return Engine(loaded, request.config, pool, trace)
 
 
 def _answer(engine: Engine, turns: Turns, sampling: SamplingParams, progress: Progress) -> Request:

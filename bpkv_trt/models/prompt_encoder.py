@@ -35,11 +35,11 @@ class PromptEncoder:
         if raw or not self.has_chat_template:
             return [
                 self.encode_raw(content),
-                *([] if question_after is None else [self._encode(f"\n\n{question_after}")]),
+                *([] if question_after is None else [self.encode_further(question_after)]),
             ]
         if question_after is None:
             return [self._encode(self._render(content))]
-        before, found, after = self._render(GAP).partition(GAP)
+        before, found, after = self._frame()
         if not found:
             raise InputError(
                 "The model's chat template does not show the user's text as it is, so it cannot be cut before the "
@@ -52,6 +52,25 @@ class PromptEncoder:
         ids = self._encode(text)
         bos = self._tokenizer.bos_token_id
         return [bos, *ids] if self.adds_bos and ids[:1] != [bos] else ids
+
+    def encode_further(self, text: str) -> list[int]:
+        """Ids of text that follows another after an empty line, within the same turn."""
+        return self._encode(f"\n\n{text}")
+
+    def encode_answer_start(self) -> list[int]:
+        """Ids of what leads from a user's text to the answer: the rest of the chat template, or else a line end."""
+        if not self.has_chat_template:
+            return self._encode("\n")
+        _, found, after = self._frame()
+        if not found:
+            raise InputError(
+                "The model's chat template does not show the user's text as it is, so it is not known how an answer "
+                "begins, which scoring by repetition needs. Choose another policy."
+            )
+        return self._encode(after)
+
+    def _frame(self) -> tuple[str, str, str]:
+        return self._render(GAP).partition(GAP)
 
     def _render(self, content: str) -> str:
         turn = [{"role": "user", "content": content}]

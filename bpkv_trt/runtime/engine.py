@@ -7,13 +7,14 @@ from torch import Tensor
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.running_attention import RunningAttention
-from bpkv_trt.models.loading import HostedModel
+from bpkv_trt.models.loading import HostedModel, LoadedModel
 from bpkv_trt.policies.base import Requirement
 from bpkv_trt.policies.registry import make_policy, settled
 from bpkv_trt.pool.pool import PagedKvPool
 from bpkv_trt.pool.storage import pages_of
 from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.compactor import CompactionEvent, Compactor
+from bpkv_trt.runtime.repetition import scratch_rows
 from bpkv_trt.runtime.step import Chunk
 from bpkv_trt.runtime.torch_host import TorchHost
 from bpkv_trt.runtime.torch_statistics import TorchStatistics
@@ -48,7 +49,8 @@ class Engine:
         self.trace = trace or Trace()
         self.host = TorchHost(loaded, pool, replayed=max(replayed, config.scoring_positions))
         rules = (policy.running_attention, *rules)
-        self.statistics = TorchStatistics(self.host, config, policy.requires | observed, rules)
+        encoder = loaded.encoder if isinstance(loaded, LoadedModel) else None
+        self.statistics = TorchStatistics(self.host, config, policy.requires | observed, rules, encoder)
         self.compactor = Compactor(config, policy, traits, pool, self.statistics, table, self.trace)
 
     @property
@@ -112,19 +114,29 @@ class Engine:
         with self.trace.range("decode", payload=len(turns)):
             return self.host.forward([self.chunk(*turn) for turn in turns])
 
+    def scratch_pages(self, turns: Sequence[int]) -> int:
+        """Pages that a compaction takes and gives back, for a prompt of turns of so many tokens."""
+        encoder = self.statistics.encoder
+        return 0 if encoder is None else self.pool.pages_for(scratch_rows(self.compactor.config, encoder, turns))
+
     def chunk(self, sequence: int, tokens: Sequence[int]) -> Chunk:
         """The next tokens of a sequence, with whatever must see them pass."""
         return Chunk(sequence, tokens, self.statistics.observers(sequence))
 
 
-def make_pool(loaded: HostedModel, rows: int, page_size: int, *, caches: int = 1, poison: bool = False) -> PagedKvPool:
-    """A pool for `caches` sequences of `rows` rows in every layer and head, in the model's dtype and on its device."""
+def make_pool(
+    loaded: HostedModel, rows: int, page_size: int, *, caches: int = 1, scratch: int = 0, poison: bool = False
+) -> PagedKvPool:
+    """A pool for `caches` sequences of `rows` rows in every layer and head, in the model's dtype and on its device.
+
+    `scratch`: rows of one further sequence, as `scratch_rows` counts them for policies that have one replayed.
+    """
     traits, parameter = loaded.traits, next(loaded.model.parameters())
     return PagedKvPool(
         layers=traits.layers,
         kv_heads=traits.kv_heads,
         head_dim=traits.head_dim,
-        pages=caches * pages_of(rows, page_size) * traits.layers * traits.kv_heads,
+        pages=(caches * pages_of(rows, page_size) + pages_of(scratch, page_size)) * traits.layers * traits.kv_heads,
         page_size=page_size,
         dtype=parameter.dtype,
         device=parameter.device,

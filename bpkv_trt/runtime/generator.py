@@ -63,7 +63,8 @@ class Generator:
             raise InputError("The prompt has no tokens, so there is nothing to continue; give some text.")
         self.engine.compactor.check_budget([len(turn) for turn in turns])
         request = Request(turns, sampling, Sampler(sampling))
-        needed, pages = self.engine.pool.pages_for(request.rows_to_come), self.engine.pool.pages
+        pool = self.engine.pool
+        needed, pages = pool.pages_for(request.rows_to_come) + self._scratch(request), pool.pages
         if needed > pages:
             raise PoolExhausted(
                 f"The prompt and its answer need {needed} pages, and the pool has {pages} in all; "
@@ -118,20 +119,25 @@ class Generator:
         """Open the waiting requests that the pool can hold to their end, beside all that run to theirs."""
         pool, admitted = self.engine.pool, list[Request]()
         promised = sum(pool.pages_to_grow(request.handle, request.rows_to_come) for request in self.running)
+        scratch = max((self._scratch(request) for request in self.running), default=0)  # taken by one at a time
         while self.waiting:
             promised += pool.pages_for(self.waiting[0].rows_to_come)
-            if promised > pool.free_pages:
+            scratch = max(scratch, self._scratch(self.waiting[0]))
+            if promised + scratch > pool.free_pages:
                 break
             admitted.append(self.waiting.popleft())
         if self.waiting and not admitted and not self.running:
             raise PoolExhausted(
-                f"The next request needs {promised} pages, and {pool.free_pages} of {pool.pages} are free: the others "
-                "are held outside this generator. Close those sequences, or give a larger pool."
+                f"The next request needs {promised + scratch} pages, and {pool.free_pages} of {pool.pages} are free: "
+                "the others are held outside this generator. Close those sequences, or give a larger pool."
             )
         for request in admitted:
             request.sequence = self.engine.open(request.rows_to_come)
         self.running += admitted
         return admitted
+
+    def _scratch(self, request: Request) -> int:
+        return self.engine.scratch_pages([len(turn) for turn in request.turns])
 
     def _encode(self, admitted: list[Request]) -> None:
         for turn in range(max(len(request.turns) for request in admitted)):

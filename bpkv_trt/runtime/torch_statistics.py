@@ -10,12 +10,14 @@ from bpkv_trt.core.running_attention import RunningAttention
 from bpkv_trt.core.statistics import ForwardStatistics, Readout
 from bpkv_trt.core.topk import topk_distribution
 from bpkv_trt.models.modules import inverse_frequencies, rope_can_be_undone
+from bpkv_trt.models.prompt_encoder import PromptEncoder
 from bpkv_trt.policies.base import Requirement
 from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.exact_readout import ExactReadout
 from bpkv_trt.runtime.observers.query_moments import QueryMomentsObserver
 from bpkv_trt.runtime.observers.received_attention import ReceivedAttention
+from bpkv_trt.runtime.repetition import repeated_attention
 from bpkv_trt.runtime.step import Observer
 from bpkv_trt.runtime.torch_host import Replay, TorchHost
 
@@ -29,19 +31,25 @@ class TorchStatistics:
         config: BpkvConfig,
         requires: frozenset[Requirement],
         rules: Sequence[RunningAttention] = (RunningAttention(),),
+        encoder: PromptEncoder | None = None,
     ) -> None:
-        """`rules` of received attention: the policy's own, which `collect` reports, then those that others adopt."""
+        """`rules` of received attention: the policy's own, which `collect` reports, then those that others adopt.
+        `encoder`: without the model's tokenizer nothing can be replayed.
+        """
         self.host, self.config, self.requires, self.rules = host, config, requires, tuple(rules)
+        self.encoder = encoder
         self.received: dict[int, ReceivedAttention] = {}
         self.moments: dict[int, QueryMomentsObserver] = {}
 
     @property
     def offers(self) -> frozenset[Requirement]:
         """All that this host can observe; query moments only where RoPE turns halves, as `QueryMoments` means it."""
-        always: frozenset[Requirement] = frozenset(
-            {"last_queries", "received_attention", "readout", "output_projection"}
-        )
-        return always | {"query_moments"} if rope_can_be_undone(self.host.model) else always
+        offers: set[Requirement] = {"last_queries", "received_attention", "readout", "output_projection"}
+        if rope_can_be_undone(self.host.model):
+            offers.add("query_moments")
+        if self.encoder is not None:
+            offers.add("replay")
+        return frozenset(offers)
 
     def open(self, sequence: int) -> None:
         """Start observing what the policy requires of a new sequence."""
@@ -96,9 +104,16 @@ class TorchStatistics:
                 positions=replay.positions,
                 readout=self._readout(sequence, replay, ids, p) if "readout" in self.requires else None,
                 received_attention=None if received is None else received.result(self.rules[0]),
+                replay_attention=self._replayed(sequence),
                 query_moments=None if moments is None else moments.result(),
                 projections=self.host.weights if "output_projection" in self.requires else None,
             )
+
+    def _replayed(self, sequence: int) -> torch.Tensor | None:
+        if "replay" not in self.requires:
+            return None
+        assert self.encoder is not None
+        return repeated_attention(self.host, self.encoder, sequence, self.config.sinks)
 
     def _readout(self, sequence: int, replay: Replay, ids: torch.Tensor, p: torch.Tensor) -> Readout:
         if self.config.readout == "exact":
