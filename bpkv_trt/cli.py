@@ -4,7 +4,8 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,7 +22,7 @@ from bpkv_trt.errors import BpkvError, ConfigError, InputError
 from bpkv_trt.progress import progress_on
 from bpkv_trt.request import GenerateRequest, read_prompt
 from bpkv_trt.score_table import ScoreTable
-from bpkv_trt.summary import print_generate
+from bpkv_trt.summary import print_generate, print_layer_table
 
 
 class _Parser(argparse.ArgumentParser):
@@ -37,6 +38,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"bpkv {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands.add_parser("generate", help="run a long prompt, compact its cache, generate"))
+    table = "measure how sensitive a model's layers are, for --layer-table"
+    _add_layer_table(commands.add_parser("layer-table", help=table))
     doctor = commands.add_parser("doctor", help="what of this machine can be used, and what to do about the rest")
     doctor.add_argument("--json", type=Path, metavar="OUT", help="also write the findings there")
     doctor.set_defaults(run=_doctor)
@@ -107,21 +110,63 @@ def _generate(options: argparse.Namespace) -> None:
         memory_limit=options.memory_limit and parse_bytes(options.memory_limit, "--memory-limit"),
         verify=options.verify,
     )
-    try:
-        # torch and transformers are loaded here, not before
+    with _importing("generate"):
         from bpkv_trt.generate import run_generate
         from bpkv_trt.policies.registry import settled
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "bpkv_trt":
-            raise
-        raise BpkvError(
-            f"bpkv generate needs the Python package {error.name}, which is not installed; install what it needs with "
-            "pip install 'bpkv-trt[hf]'. `bpkv doctor` shows what else is missing."
-        ) from None
     request = replace(request, config=settled(request.config))  # what a policy cannot have is refused before the model
     with progress_on(Console(stderr=True)) as progress:
         report: dict[str, Any] = run_generate(request, progress)
     _deliver(lambda: print_generate(report, Console()), options.json, document(request.config, report))
+
+
+@contextmanager
+def _importing(command: str) -> Iterator[None]:
+    """Around imports of torch and transformers, which no command loads before it needs them."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "bpkv_trt":
+            raise
+        raise BpkvError(
+            f"bpkv {command} needs the Python package {error.name}, which is not installed; install what it needs with "
+            "pip install 'bpkv-trt[hf]'. `bpkv doctor` shows what else is missing."
+        ) from None
+
+
+def _add_layer_table(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, help="Hugging Face directory or id, GGUF file, or smollm2")
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="JSON, for --layer-table")
+    parser.add_argument("--text", type=Path, metavar="F", help="UTF-8 text (default Python's own documentation)")
+    parser.add_argument(
+        "--samples", type=int, default=8, metavar="N", help="stretches of it, 512 tokens each (default 8)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the stretches and the noise (default 0)")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.set_defaults(run=_layer_table)
+
+
+def _layer_table(options: argparse.Namespace) -> None:
+    check_destination(options.output)
+    if options.output.suffix == ".safetensors":
+        raise InputError(f"The layer table is written as JSON; give --output another ending than {options.output}.")
+    if options.text is not None and options.output.exists() and options.text.exists():
+        if options.text.samefile(options.output):
+            raise InputError(f"--output would overwrite the file given to --text, {options.text}; give another name.")
+    for flag, value, least in (("--samples", options.samples, 1), ("--seed", options.seed, 0)):
+        if not least <= value < 2**63:
+            raise ConfigError(f"{flag} is {value}; give {least} or more.")
+    own = (
+        {}
+        if options.text is None
+        else {"text": read_prompt(options.text, "calibration text", "--text"), "text_name": options.text.name}
+    )
+    with _importing("layer-table"):
+        from bpkv_trt.calibrate import CalibrationRequest, run_calibration
+    chosen = {name: getattr(options, name) for name in ("model", "samples", "seed", "dtype", "device")}
+    with progress_on(Console(stderr=True)) as progress:
+        table = run_calibration(CalibrationRequest(**chosen, **own), progress)
+    _deliver(lambda: print_layer_table(table, Console()), options.output, table)
 
 
 def _keep_inputs(options: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ import torch
 from bpkv_trt.errors import ConfigError, InputError
 from bpkv_trt.evaluation.verify import verify
 from bpkv_trt.models.loading import LoadedModel, load_model
+from bpkv_trt.models.placement import device_of, dtype_of
 from bpkv_trt.profiling import Trace
 from bpkv_trt.progress import Progress
 from bpkv_trt.request import GenerateRequest
@@ -31,12 +32,12 @@ def run_generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]
             f"--question-after is asked of the compacted cache, but with --regime {','.join(request.config.regime)} "
             "nothing is compacted before the question: use --question, or a regime with prefill."
         )
-    device = _device(request)
+    device = device_of(request.device)
     trace = Trace(synchronize=torch.cuda.synchronize if device == "cuda" else None)
     sampling = SamplingParams(request.max_new_tokens, request.temperature, request.top_p, request.config.seed)
     progress.stage("load")
     with trace.range("load"):
-        loaded = _load(request, device)
+        loaded = load_model(request.model, dtype=dtype_of(request.dtype, device), device=device)
     turns = _encode(loaded, request)
     sampling = sampling.stopping_at(stop_tokens(loaded))
     engine = _engine(loaded, request, turns, trace)
@@ -56,18 +57,6 @@ def stop_tokens(loaded: LoadedModel) -> frozenset[int]:
     configured = loaded.model.generation_config.eos_token_id if loaded.model.generation_config is not None else None
     ids = configured if isinstance(configured, list) else [configured]
     return frozenset(int(token) for token in (*ids, loaded.tokenizer.eos_token_id) if token is not None)
-
-
-def _device(request: GenerateRequest) -> str:
-    cuda = torch.cuda.is_available()
-    if request.device == "cuda" and not cuda:
-        raise InputError("--device cuda was given, but torch sees no CUDA GPU here; use --device cpu.")
-    return request.device if request.device != "auto" else ("cuda" if cuda else "cpu")
-
-
-def _load(request: GenerateRequest, device: str) -> LoadedModel:
-    dtype = request.dtype if request.dtype != "auto" else ("bfloat16" if device == "cuda" else "float32")
-    return load_model(request.model, dtype=dtype, device=device)
 
 
 def _encode(loaded: LoadedModel, request: GenerateRequest) -> Turns:

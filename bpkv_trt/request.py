@@ -29,31 +29,31 @@ class GenerateRequest:
     verify: bool = False
 
 
-def read_prompt(path: Path) -> str:
-    """The text of a prompt file; InputError where it is missing, unreadable, empty or not UTF-8 text."""
+def read_prompt(path: Path, what: str = "prompt file", flag: str = "--prompt-file") -> str:
+    """The text of a file; InputError, which names it as `what`, where it is missing, unreadable, empty or no UTF-8."""
     try:
         with path.open("rb") as file:
             content = file.read(LARGEST_PROMPT + 1)
     except FileNotFoundError:
-        raise InputError(f"The prompt file {path} does not exist; check the path given to --prompt-file.") from None
+        raise InputError(f"The {what} {path} does not exist; check the path given to {flag}.") from None
     except IsADirectoryError:
-        raise InputError(f"The prompt file {path} is a directory; give a text file to --prompt-file.") from None
+        raise InputError(f"The {what} {path} is a directory; give a text file to {flag}.") from None
     except OSError as error:
-        raise InputError(f"The prompt file {path} cannot be read ({error.strerror}); check its permissions.") from None
+        raise InputError(f"The {what} {path} cannot be read ({error.strerror}); check its permissions.") from None
     if len(content) > LARGEST_PROMPT:
         raise InputError(
-            f"The prompt file {path} has more than {LARGEST_PROMPT >> 20} MiB, more text than any model takes; "
+            f"The {what} {path} has more than {LARGEST_PROMPT >> 20} MiB, more text than any model takes; "
             "give a part of it."
         )
     if b"\0" in content:
-        raise InputError(f"The prompt file {path} is binary, not text; convert it to UTF-8 text first.")
+        raise InputError(f"The {what} {path} is binary, not text; convert it to UTF-8 text first.")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(
-            f"The prompt file {path} is not UTF-8 (byte {error.start} is 0x{content[error.start]:02x}); convert it, "
+            f"The {what} {path} is not UTF-8 (byte {error.start} is 0x{content[error.start]:02x}); convert it, "
             "for example with iconv -t UTF-8."
         ) from None
     if not text.strip():
-        raise InputError(f"The prompt file {path} is empty; there is nothing to run a model on.")
+        raise InputError(f"The {what} {path} is empty; there is nothing to run a model on.")
     return text

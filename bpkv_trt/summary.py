@@ -1,4 +1,4 @@
-"""What `bpkv generate` prints of its report."""
+"""What the commands print of their reports."""
 
 from typing import Any
 
@@ -47,3 +47,11 @@ def _agreement(verify: dict[str, Any]) -> str:
         f"future KL {verify['future_kl_mean']:.2e} nats on average, {verify['future_kl_max']:.2e} at most, "
         f"same next token {verify['top1_agreement']:.1%} of {verify['tokens']}"
     )
+
+
+def print_layer_table(table: dict[str, Any], console: Console) -> None:
+    """The weights of a model's layers, and the KL (nats) that they come from."""
+    rows = Table("layer", "KL under noise (nats)", "weight", box=None)
+    for layer, (kl, weight) in enumerate(zip(table["sensitivity_kl"], table["weights"], strict=True)):
+        rows.add_row(str(layer), f"{kl:.2e}", f"{weight:.3f}")
+    console.print(rows)
