@@ -14,7 +14,8 @@ class H2o(Policy):
     """Score: the attention received, sum over all queries that saw the entry, mean over the query heads of its group.
 
     Source: Zhang et al., arXiv:2306.14048. The sum is not divided by the number of those queries, so old entries are
-    favoured, as there; the recent window that offsets this is protected already. There is no other parameter.
+    favoured, as there; the recent window that offsets this is protected already. There is no other parameter. The
+    mean in place of the sum, as kvpress has it, is the policy `observed_attention`.
     """
 
     name: ClassVar[str] = "h2o"
