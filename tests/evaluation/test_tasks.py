@@ -237,22 +237,31 @@ def test_a_long_text_has_the_asked_page_once_and_whole(tokens: int) -> None:
     assert 0.95 * tokens <= tokens_of(sample) <= tokens
 
 
+@pytest.mark.parametrize("length", [300, 1500])
 @pytest.mark.parametrize("seed", range(6))
-def test_counting_is_right_and_as_long_as_asked(seed: int) -> None:
-    sample = make_sample("counting", seed, 1000, words, answer_tokens=300)
-    assert sample.generation and 0.9 * 300 <= words(sample.joined) <= 300
+def test_counting_is_right_and_as_long_as_asked(seed: int, length: int) -> None:
+    sample = make_sample("counting", seed, 2000, words, answer_tokens=length)
+    assert sample.generation and 0.95 * length <= words(sample.joined) <= length
     numbers = [int(answer) for answer in sample.answers]
     if seed % 2 == 0:
-        assert len({b - a for a, b in zip(numbers, numbers[1:], strict=False)}) == 1
-        assert f"Count in steps of {numbers[1] - numbers[0]}, starting with {numbers[0]}" in sample.context
+        ((start, step),) = re.findall(r"Start with (\d+) and add (\d)", sample.context)
+        sums = [(int(start) + i * int(step), int(start) + (i + 1) * int(step)) for i in range(len(numbers) // 2)]
+        assert numbers == [n for pair in sums for n in pair]
+        assert sample.joined == "".join(f" {a} + {step} = {b}," for a, b in sums)
         return
-    values = {name: int(value) for name, value in re.findall(r"(x\d+) = (\d+);", sample.context)[:4]}
-    for name, source, step, copied, added, total in re.findall(
-        r"(x\d+) = (x\d+) \+ (\d) = (\d+) \+ (\d) = (\d+);", sample.joined
-    ):
-        assert (values[source], step) == (int(copied), added) and int(copied) + int(step) == int(total)
-        values[name] = int(total)
-    assert numbers == [int(n) for pair in re.findall(r"= (\d+) \+ \d = (\d+);", sample.joined) for n in pair]
+    given, _, rule = sample.context.partition(". Every further value is the one 4 places before it plus ")
+    values = [int(n) for n in re.findall(r"= (\d+)", given)]
+    names = re.findall(r"(\w+) = ", given)
+    assert len(values) == 4
+    for line in sample.joined.split(".")[:-1]:
+        source, copied, again, step, total, name, held = re.findall(r"\w+", re.sub(r"\bso\b|[+=,]", " ", line))
+        assert step == rule[0] and source == names[-4] and copied == again == str(values[-4])
+        assert total == held == str(values[-4] + int(step)) and name not in names
+        names.append(name)
+        values.append(int(total))
+        assert numbers[:3] == [int(copied), int(total), int(total)]
+        numbers = numbers[3:]
+    assert not numbers
 
 
 def test_counting_refuses_what_holds_no_step() -> None:

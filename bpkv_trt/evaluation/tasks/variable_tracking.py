@@ -1,4 +1,8 @@
-"""Variable tracking, RULER-style (NVIDIA/RULER, Apache-2.0), in noise: one chain of four hops, one solved example."""
+"""Variable tracking, RULER-style (NVIDIA/RULER, Apache-2.0), in noise: one chain of four hops, one solved example.
+
+The answer names the variables as the text does, `VAR ABCDE, VAR FGHIJ`, where RULER's leaves out `VAR` and the commas:
+small models begin so, and a teacher-forced answer has to go the way the model would.
+"""
 
 import random
 import string
@@ -39,8 +43,8 @@ class _Chain:
             f"{_VARIABLES} variables are assigned the value {value}, they are:"
         )
         answer = Answer()
-        for name in names:
-            answer = answer.plus(" ").plus(name, reference=True)
+        for i, name in enumerate(names):
+            answer = answer.plus(" VAR " if i == 0 else ", VAR ").plus(name, reference=True)
         self.answer = answer
 
     def prompt(self, sentences: int) -> str:

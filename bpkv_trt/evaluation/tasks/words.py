@@ -13,14 +13,14 @@ _ADJECTIVES = (
     "sharp shiny short slow soft solid spare steady steep sweet swift tall tame thin tiny tough vast warm white "
     "wide wild wise wooden yellow young"
 ).split()
-_NOUNS = (
+NOUNS = (
     "anchor apple bell bird boat book brother button castle chair circle cloud coat coin cup doctor dog door engine "
     "field finger fire fish forest fox gate glass hat hill horse hospital house key lake leaf letter library lion "
     "market moon mouse museum ocean office oven owl path picture planet plate radio rain ring river road rose salt "
     "school ship shop snake snow song soup station stone storm street student sugar teacher tower train tree wall "
     "wheel wind window winter wolf"
 ).split()
-_PAIRS_USED = len(_ADJECTIVES) * len(_NOUNS) // 2  # further keys have one more noun: finding new pairs gets slow
+_PAIRS_USED = len(_ADJECTIVES) * len(NOUNS) // 2  # further keys have one more noun: finding new pairs gets slow
 
 
 def distinct_words(rng: random.Random, number: int, syllables: int = 3) -> list[str]:
@@ -48,7 +48,7 @@ def distinct_keys(rng: random.Random, number: int) -> list[str]:
     """
     found: dict[str, None] = {}
     while len(found) < number:
-        nouns = [rng.choice(_NOUNS) for _ in range(1 if len(found) < _PAIRS_USED else 2)]
+        nouns = [rng.choice(NOUNS) for _ in range(1 if len(found) < _PAIRS_USED else 2)]
         found["-".join([rng.choice(_ADJECTIVES), *nouns])] = None
     return list(found)
 
