@@ -11,7 +11,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from bpkv_trt.core.traits import ModelTraits
 from bpkv_trt.errors import NumericalError
-from bpkv_trt.models.loading import LoadedModel
+from bpkv_trt.models.loading import HostedModel
 from bpkv_trt.models.modules import attention_module, decoder_layers, final_norm_module
 from bpkv_trt.models.weights import ModelWeights
 from bpkv_trt.pool.pool import PagedKvPool
@@ -44,7 +44,7 @@ class LayerCall:
 class TorchHost:
     """Runs one model over many sequences of one pool; packed batches, no padding, no cache of its own."""
 
-    def __init__(self, loaded: LoadedModel, pool: PagedKvPool, replayed: int) -> None:
+    def __init__(self, loaded: HostedModel, pool: PagedKvPool, replayed: int) -> None:
         """`replayed`: how many of the last tokens `replay` will be asked for at most."""
         self.model = loaded.model
         self.traits: ModelTraits = loaded.traits
