@@ -124,6 +124,22 @@ def test_dropkv_keeps_its_digits_where_values_share_a_large_part(view: SequenceV
         assert torch.allclose(scores[layer, head, :n].double(), truth, rtol=1e-4)
 
 
+def test_dropkv_does_not_clamp_an_entry_that_holds_nearly_all_attention(view: SequenceView) -> None:
+    statistics = make_statistics(view)
+    layer, head = COMPACTABLE_HEADS[0]
+    key = view.keys(layer, head)[9]
+    for scale in range(1, 200):
+        statistics.q[layer, 0, head * GROUP] = scale * key
+        weights = window_attention(view, statistics, layer, head, head * GROUP)[0]
+        if float(weights.max()) > 0.9995:
+            break
+    row = int(weights.argmax())
+    assert 0.9995 < float(weights[row]) < 0.99999
+    statistics = replace(statistics, context=true_context(view, statistics))
+    truth = shift_without(view, statistics, layer, head, row)
+    assert scores_of("dropkv", view, statistics)[layer, head, row].item() == pytest.approx(truth, rel=1e-2)
+
+
 def test_dropkv_keeps_what_is_all_that_a_head_attends_to(view: SequenceView) -> None:
     statistics = make_statistics(view)
     layer, head = COMPACTABLE_HEADS[0]
