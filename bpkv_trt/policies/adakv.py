@@ -20,8 +20,8 @@ class AdaKv(ObservationWindowPolicy):
     best floor(0.2 x even share) entries, protected ones counted.
 
     Source: Feng et al., arXiv:2407.11550; kvpress AdaKVPress 0.5.5 (`alpha_safeguard`) over SnapKVPress. AdaKV's own
-    code has a floor of 0.5, counted without the window, and takes the maximum over 7 rows in place of the mean over 5.
-    There as here layers keep equal totals, so the scope is `layer` and no other.
+    code has a floor of 0.5 and takes the maximum over 7 rows in place of the mean over 5. Layers keep equal totals, as
+    there, so the scope is `layer` and no other.
     """
 
     name: ClassVar[str] = "adakv"
