@@ -4,24 +4,22 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pydantic.fields import FieldInfo
 from rich.console import Console
 
 from bpkv_trt import __version__
-from bpkv_trt.config import BpkvConfig
+from bpkv_trt.compare_command import add_compare
 from bpkv_trt.core.budget import parse_bytes
 from bpkv_trt.doctor import examine, print_findings
 from bpkv_trt.documents import SCHEMA_VERSION, check_destination, document, library_versions, write_json
 from bpkv_trt.errors import BpkvError, ConfigError, InputError
+from bpkv_trt.options import add_config_options, add_placement_options, config_from, importing
 from bpkv_trt.progress import progress_on
 from bpkv_trt.request import GenerateRequest, read_prompt
-from bpkv_trt.score_table import ScoreTable
 from bpkv_trt.summary import print_generate, print_layer_table
 
 
@@ -38,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"bpkv {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands.add_parser("generate", help="run a long prompt, compact its cache, generate"))
+    add_compare(commands.add_parser("compare", help="measure policies side by side on the same samples"))
     table = "measure how sensitive a model's layers are, for --layer-table"
     _add_layer_table(commands.add_parser("layer-table", help=table))
     doctor = commands.add_parser("doctor", help="what of this machine can be used, and what to do about the rest")
@@ -56,35 +55,12 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--max-new-tokens", type=int, default=GenerateRequest.max_new_tokens, metavar="N")
     run.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default)")
     run.add_argument("--top-p", type=float, default=1.0, metavar="X")
-    run.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add_placement_options(run)
     run.add_argument("--allow-extrapolation", action="store_true", help="run past the positions the model knows")
-    run.add_argument(
-        "--memory-limit", metavar="SIZE", help="refuse what needs more than this beside the weights, such as 4GiB"
-    )
     run.add_argument("--verify", action="store_true", help="also run the full cache and report future KL and agreement")
     run.add_argument("--json", type=Path, metavar="OUT", help="write the whole report there")
-    keep = parser.add_argument_group("what to keep")
-    keep.add_argument("--config", type=Path, metavar="YAML", help="a file with these options; those given here win")
-    # Validated by BpkvConfig, so that a command line and a YAML file are refused in the same words.
-    for name, field in BpkvConfig.model_fields.items():
-        flag = "--" + name.replace("_", "-")
-        keep.add_argument(flag, dest=name, help=_help(field), metavar="X", default=argparse.SUPPRESS)
+    add_config_options(parser.add_argument_group("what to keep"))
     parser.set_defaults(run=_generate)
-
-
-def _help(field: FieldInfo) -> str:
-    default = ",".join(field.default) if isinstance(field.default, tuple) else field.default
-    shown = "" if default is None else f" (default {default})"
-    return f"{field.description}{shown}".replace("%", "%%")
-
-
-def _config(options: argparse.Namespace) -> BpkvConfig:
-    given = {name: value for name, value in vars(options).items() if name in BpkvConfig.model_fields}
-    config = BpkvConfig(**given) if options.config is None else BpkvConfig.from_yaml(options.config, **given)
-    if config.layer_table is not None:
-        ScoreTable.load(config.layer_table)  # refused now, not after the model has been loaded
-    return config
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -97,7 +73,7 @@ def _generate(options: argparse.Namespace) -> None:
     request = GenerateRequest(
         model=options.model,
         prompt=read_prompt(options.prompt_file),
-        config=_config(options),
+        config=config_from(options),
         question=options.question,
         question_after=options.question_after,
         raw=options.raw,
@@ -110,27 +86,13 @@ def _generate(options: argparse.Namespace) -> None:
         memory_limit=options.memory_limit and parse_bytes(options.memory_limit, "--memory-limit"),
         verify=options.verify,
     )
-    with _importing("generate"):
+    with importing("generate"):
         from bpkv_trt.generate import run_generate
         from bpkv_trt.policies.registry import settled
     request = replace(request, config=settled(request.config))  # what a policy cannot have is refused before the model
     with progress_on(Console(stderr=True)) as progress:
         report: dict[str, Any] = run_generate(request, progress)
     _deliver(lambda: print_generate(report, Console()), options.json, document(request.config, report))
-
-
-@contextmanager
-def _importing(command: str) -> Iterator[None]:
-    """Around imports of torch and transformers, which no command loads before it needs them."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "bpkv_trt":
-            raise
-        raise BpkvError(
-            f"bpkv {command} needs the Python package {error.name}, which is not installed; install what it needs with "
-            "pip install 'bpkv-trt[hf]'. `bpkv doctor` shows what else is missing."
-        ) from None
 
 
 def _add_layer_table(parser: argparse.ArgumentParser) -> None:
@@ -161,7 +123,7 @@ def _layer_table(options: argparse.Namespace) -> None:
         if options.text is None
         else {"text": read_prompt(options.text, "calibration text", "--text"), "text_name": options.text.name}
     )
-    with _importing("layer-table"):
+    with importing("layer-table"):
         from bpkv_trt.calibrate import CalibrationRequest, run_calibration
     chosen = {name: getattr(options, name) for name in ("model", "samples", "seed", "dtype", "device")}
     with progress_on(Console(stderr=True)) as progress:
@@ -204,8 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BpkvError as error:
         print("bpkv: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("bpkv: interrupted.", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(" ".join(["bpkv: interrupted.", *map(str, error.args)]), file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output has gone, as in `bpkv doctor | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""What the commands print of their reports."""
+"""What commands print of their reports."""
 
 from typing import Any
 
@@ -55,3 +55,41 @@ def print_layer_table(table: dict[str, Any], console: Console) -> None:
     for layer, (kl, weight) in enumerate(zip(table["sensitivity_kl"], table["weights"], strict=True)):
         rows.add_row(str(layer), f"{kl:.2e}", f"{weight:.3f}")
     console.print(rows)
+
+
+_COLUMNS = ("task", "regime", "budget", "contender")
+
+
+def print_compare(document: dict[str, Any], console: Console) -> None:
+    """One line per row of the comparison, what was left out, and why."""
+    header = (*_COLUMNS, "future KL", "low", "high", "top-1", "right", "of full's", "entries", "MiB", "compact s")
+    lines = [_compare_line(row) for row in document["rows"]]
+    if console.is_terminal:
+        table = Table(*header)
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)
+    else:
+        for line in (header, *lines):
+            console.out("\t".join(line), highlight=False)
+    reasons = dict.fromkeys(each["skipped"] for each in document["skipped"])
+    if reasons:
+        console.out(f"{len(document['skipped'])} samples skipped: {' '.join(reasons)}", highlight=False)
+
+
+def _compare_line(row: dict[str, Any]) -> tuple[str, ...]:
+    size = None if row["bytes_after"] is None else row["bytes_after"] / 2**20
+    return (
+        *(str(row[name]) for name in _COLUMNS),
+        *(_shown(row[f"future_kl_{name}"], ".3g") for name in ("mean", "low", "high")),
+        *(
+            _shown(row[name], ".1%")
+            for name in ("top1_agreement", "accuracy", "accuracy_over_full", "entries_fraction")
+        ),
+        _shown(size, ".2f"),
+        _shown(row["compress_s"], ".3f"),
+    )
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

@@ -20,7 +20,10 @@ class Gap:
 
 
 def gap_between(full: Tensor, logits: Tensor) -> Gap:
-    """full [n, V] log-probabilities, logits [n, V] of the compacted cache; the sums are taken in float64."""
-    reference, other = full.double(), torch.log_softmax(logits.double(), dim=-1)
-    kl = (reference.exp() * (reference - other)).sum(-1)
+    """full, logits [n, V]: logits, or log-probabilities, of the full and the compacted cache.
+
+    All is done in float64, from the normalisation on: that of fp32 log-probabilities is off by more than a small KL.
+    """
+    reference, other = (torch.log_softmax(each.double(), dim=-1) for each in (full, logits))
+    kl = (reference.exp() * (reference - other)).sum(-1).clamp_min(0)  # no KL is negative, only rounding
     return Gap(tuple(kl.tolist()), tuple((reference.argmax(-1) == other.argmax(-1)).tolist()))

@@ -28,7 +28,7 @@ class Trial:
     correct: tuple[bool, ...]  # by measured reference answer
     events: tuple[CompactionEvent, ...]
     one_step_kl: float | None  # at the scoring positions of a compaction after the prompt: what it was estimated to be
-    rows: NDArray[np.int32]  # [L, Hkv] held at the end, with the continuation's own
+    retention: NDArray[np.float64]  # [L, Hkv] rows kept by the last compaction / rows seen until then; 1 without one
     bytes_held: int
     decode_s: float | None  # median of one token
 
@@ -53,7 +53,7 @@ def run_trial(loaded: LoadedModel, config: BpkvConfig, reference: Reference) -> 
             correct=tuple(right for right, late in zip(correct, reference.measured, strict=True) if late),
             events=tuple(events),
             one_step_kl=one_step,
-            rows=engine.pool.lengths(sequence).copy(),
+            retention=_retention(engine, sequence, reference, events),
             bytes_held=engine.pool.bytes_of(sequence),
             decode_s=seconds,
         )
@@ -93,6 +93,18 @@ def _continue(
         rows.append(logits)
         events += later
     return torch.cat(rows), statistics.median(seconds) if seconds else None, events
+
+
+def _retention(
+    engine: Engine, sequence: int, reference: Reference, events: Sequence[CompactionEvent]
+) -> NDArray[np.float64]:
+    lengths, pool = engine.pool.lengths(sequence), engine.pool
+    happened = [event for event in events if event.entries_after < event.entries_before]
+    if not happened:
+        return np.ones(lengths.shape)
+    turns = [len(turn) for turn in reference.sample.turns]
+    seen = turns[0] if happened[-1].regime == "prefill" else sum(turns) + happened[-1].step
+    return 1 - (pool.logical_length(sequence) - lengths) / seen
 
 
 def _one_step_kl(

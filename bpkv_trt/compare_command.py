@@ -1,0 +1,93 @@
+"""`bpkv compare`: its options, what is refused before a model is loaded, and where the results go."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from bpkv_trt.core.budget import parse_bytes
+from bpkv_trt.documents import check_destination
+from bpkv_trt.errors import ConfigError
+from bpkv_trt.options import add_config_options, add_placement_options, config_from, importing
+from bpkv_trt.progress import progress_on
+from bpkv_trt.summary import print_compare
+
+OWN = ("policy", "budget", "regime", "seed")  # fields of BpkvConfig that mean something else here
+
+
+def add_compare(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    run = parser.add_argument_group("what to compare")
+    run.add_argument("--model", required=True, help="Hugging Face directory or id, GGUF file, or smollm2")
+    run.add_argument("--tasks", required=True, metavar="T,..", help="tasks, comma-separated")
+    run.add_argument(
+        "--policies", required=True, metavar="P,..", help="with options of their own: bpkv,bpkv[readout=exact],snapkv"
+    )
+    run.add_argument("--budgets", required=True, metavar="B,..", help="such as 0.5,0.2,0.1 or 64t")
+    run.add_argument(
+        "--regime", action="append", metavar="R", help="when to compact (default prefill); again for a second one"
+    )
+    run.add_argument("--samples", required=True, type=int, metavar="N", help="of every task")
+    run.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="of the first sample (default 0; published: 1000 and up)"
+    )
+    run.add_argument("--tokens", type=int, default=1000, metavar="N", help="of a sample with its answer (default 1000)")
+    run.add_argument("--horizon", type=int, default=40, metavar="N", help="tokens measured of a continuation (40)")
+    run.add_argument("--masks", type=int, default=0, metavar="N", help="random masks per sample and kind (default 0)")
+    run.add_argument("--jobs", type=int, metavar="N", help="processes (default: half as many as cores)")
+    add_placement_options(run)
+    run.add_argument("--json", type=Path, metavar="OUT", help="results; a run that ended early continues")
+    run.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
+    run.add_argument("--plot", type=Path, metavar="DIR", help="draw the results there")
+    add_config_options(parser.add_argument_group("what all contenders share"), without=OWN)
+    parser.set_defaults(run=_compare)
+
+
+def _compare(options: argparse.Namespace) -> None:
+    if options.json is not None:
+        check_destination(options.json)
+    jobs = _jobs(options.jobs)
+    with importing("compare"):
+        from bpkv_trt.compare import run_compare
+        from bpkv_trt.evaluation.arm import arms_of
+        from bpkv_trt.evaluation.comparison import Comparison
+        from bpkv_trt.evaluation.contender import parse_contenders
+    common = config_from(options, without=OWN)
+    comparison = Comparison(
+        model=options.model,
+        tasks=tuple(_listed(options.tasks, "tasks")),
+        seeds=range(options.seed, options.seed + options.samples),
+        tokens=options.tokens,
+        horizon=options.horizon,
+        arms=arms_of(
+            parse_contenders(options.policies),
+            common,
+            options.regime or ["prefill"],
+            _listed(options.budgets, "budgets"),
+        ),
+        common=common,
+        masks=options.masks,
+        dtype=options.dtype,
+        device=options.device,
+        memory_limit=options.memory_limit and parse_bytes(options.memory_limit, "--memory-limit"),
+    )
+    with progress_on(Console(stderr=True)) as progress:
+        document = run_compare(comparison, options.json, jobs, progress, overwrite=options.overwrite)
+    print_compare(document, Console())
+
+
+def _jobs(given: int | None) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    jobs = max(1, cores // 2) if given is None else given
+    if jobs < 1:
+        raise ConfigError(f"jobs is {jobs}, and nothing would be measured; give 1 or more.")
+    return jobs
+
+
+def _listed(text: str, what: str) -> Sequence[str]:
+    items = [item.strip() for item in text.split(",")]
+    if not all(items):
+        raise ConfigError(f"{what} is {text!r}, with an empty place between commas; give names separated by commas.")
+    return items

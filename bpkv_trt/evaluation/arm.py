@@ -1,0 +1,71 @@
+"""An arm of a comparison: one contender at one budget in one regime, as a configuration."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bpkv_trt.config import BpkvConfig
+from bpkv_trt.core.budget import Budget
+from bpkv_trt.errors import ConfigError
+from bpkv_trt.evaluation.contender import Contender
+from bpkv_trt.policies.registry import policy_class, settled
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What one trial runs with; `config` is settled."""
+
+    contender: str
+    regime: str  # as compared: several regimes of one configuration are joined by commas
+    budget: str
+    config: BpkvConfig
+
+    def seeded(self, seed: int) -> BpkvConfig:
+        """The configuration for a sample: its random choices are the sample's own unless `seed` was given."""
+        return self.config if "seed" in self.config.model_fields_set else self.config.replace(seed=seed)
+
+
+def arms_of(
+    contenders: Sequence[Contender], common: BpkvConfig, regimes: Sequence[str], budgets: Sequence[str]
+) -> tuple[Arm, ...]:
+    """Every contender in every regime at every budget; `common` holds the options that all share.
+
+    In `generation` alone a budget is that of the answer; wherever a prompt is compacted it is that of the prompt.
+    Raises ConfigError, naming the contender, where its policy and the options or a regime do not go together.
+    """
+    for what, given in (("regime", regimes), ("budgets", budgets)):
+        if twice := [each for each in dict.fromkeys(given) if list(given).count(each) > 1]:
+            raise ConfigError(f"{what} has {', '.join(twice)} more than once; give each once.")
+    arms = tuple(
+        _arm(contender, common, regime, budget) for contender in contenders for regime in regimes for budget in budgets
+    )
+    _check_sinks(arms, common)
+    return arms
+
+
+def _arm(contender: Contender, common: BpkvConfig, regime: str, budget: str) -> Arm:
+    Budget.parse(budget, "budgets")  # refused by the name of the option
+    answer_only = common.replace(regime=regime).regime == ("generation",)
+    if answer_only and Budget.parse(budget).kind != "tokens":
+        raise ConfigError(
+            f"budgets has {budget}, and the regime generation bounds an answer whose length is not known while it is "
+            "written: give tokens per head, such as 64t, or compare other regimes."
+        )
+    name = "generation_budget" if answer_only else "budget"
+    own = {"policy": contender.policy, "regime": regime, name: budget, **contender.options}
+    try:
+        config = settled(common.replace(**own))
+    except ConfigError as error:
+        raise ConfigError(
+            f"The contender {contender.label} cannot be compared at {budget}, {regime}: {error}"
+        ) from None
+    return Arm(contender.label, ",".join(config.regime), budget, config)
+
+
+def _check_sinks(arms: Sequence[Arm], common: BpkvConfig) -> None:
+    for arm in arms:
+        if "query_moments" in policy_class(arm.config.policy).requires and arm.config.sinks != common.sinks:
+            raise ConfigError(
+                f"In the contender {arm.contender}: {arm.config.policy} works with query moments, which are gathered "
+                f"once for all, without the first {common.sinks} tokens, so it cannot have sinks of its own. "
+                "Give --sinks for all."
+            )

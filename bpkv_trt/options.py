@@ -1,0 +1,63 @@
+"""Options that commands share: of BpkvConfig, of where a model runs, and what is refused before it is loaded."""
+
+import argparse
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic.fields import FieldInfo
+
+from bpkv_trt.config import BpkvConfig
+from bpkv_trt.errors import BpkvError
+from bpkv_trt.score_table import ScoreTable
+
+
+def add_placement_options(group: argparse._ArgumentGroup) -> None:
+    """`--dtype`, `--device` and `--memory-limit`."""
+    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    group.add_argument(
+        "--memory-limit", metavar="SIZE", help="refuse what needs more than this beside the weights, such as 4GiB"
+    )
+
+
+def add_config_options(group: argparse._ArgumentGroup, without: Collection[str] = ()) -> None:
+    """`--config` and one option for every field of BpkvConfig.
+
+    Validated by BpkvConfig, so that a command line and a YAML file are refused in the same words.
+    """
+    group.add_argument("--config", type=Path, metavar="YAML", help="a file with these options; those given here win")
+    for name, field in BpkvConfig.model_fields.items():
+        if name not in without:
+            flag = "--" + name.replace("_", "-")
+            group.add_argument(flag, dest=name, help=_help(field), metavar="X", default=argparse.SUPPRESS)
+
+
+def _help(field: FieldInfo) -> str:
+    default = ",".join(field.default) if isinstance(field.default, tuple) else field.default
+    shown = "" if default is None else f" (default {default})"
+    return f"{field.description}{shown}".replace("%", "%%")
+
+
+def config_from(options: argparse.Namespace, without: Collection[str] = ()) -> BpkvConfig:
+    """The configuration that was given, YAML file first; fields named in `without` mean something else there."""
+    names = BpkvConfig.model_fields.keys() - set(without)
+    given = {name: value for name, value in vars(options).items() if name in names}
+    config = BpkvConfig(**given) if options.config is None else BpkvConfig.from_yaml(options.config, **given)
+    if config.layer_table is not None:
+        ScoreTable.load(config.layer_table)  # refused now, not after the model has been loaded
+    return config
+
+
+@contextmanager
+def importing(command: str, extra: str = "hf") -> Iterator[None]:
+    """Around imports that no command makes before it needs them, such as torch; `extra` of ours brings them."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "bpkv_trt":
+            raise
+        raise BpkvError(
+            f"bpkv {command} needs the Python package {error.name}, which is not installed; install what it needs with "
+            f"pip install 'bpkv-trt[{extra}]'. `bpkv doctor` shows what else is missing."
+        ) from None
