@@ -1,6 +1,8 @@
 """Needles in a haystack, RULER-style (NVIDIA/RULER, Apache-2.0): its wording, with noise or needles as haystack.
 
-RULER's essays would have to be downloaded, so `-noise` in a variant says that noise stands in their place.
+RULER's essays would have to be downloaded, so `-noise` in a variant says that noise stands in their place. The answer
+begins in other words than RULER's (`... for KEY mentioned in the provided text is`), with the key close to its value,
+and names every key again where several are asked for: models of 135M parameters then find the values more often.
 """
 
 import random
@@ -79,11 +81,13 @@ def _draft(variant: str, haystack: str, wanted: Sequence[tuple[str, str]]) -> Dr
     )
     number, verb = ("number", "is") if one else ("numbers", "are")
     opening = "What is the" if one else "What are all the"
-    named = listing(list(dict.fromkeys(key for key, _ in wanted))).joined.strip(" .")
+    keys = list(dict.fromkeys(key for key, _ in wanted))
+    named = listing(keys).joined.strip(" .")
+    values = [value for _, value in wanted]
     return Draft(
         variant=variant,
         context=f"{hint}\n{haystack}",
         question=f"{opening} special magic {number} for {named} mentioned in the provided text?",
-        lead=f"The special magic {number} for {named} mentioned in the provided text {verb}",
-        answer=listing([value for _, value in wanted]),
+        lead=f"The provided text mentions that the special magic {number} for {named} {verb}:",
+        answer=listing(values, labels=[f"{key}: " for key in keys] if len(keys) > 1 else None),
     )

@@ -83,11 +83,12 @@ class Outline:
     grows: bool = True  # False: there is one size only, `smallest`
 
 
-def listing(references: Sequence[str]) -> Answer:
-    """` a.`, ` a and b.`, ` a, b, and c.`: references in a sentence."""
+def listing(references: Sequence[str], labels: Sequence[str] | None = None) -> Answer:
+    """` a.`, ` a and b.`, ` a, b, and c.`: references in a sentence, each behind its label if there are labels."""
     answer = Answer()
     for i, reference in enumerate(references):
-        answer = answer.plus(_before(i, len(references))).plus(reference, reference=True)
+        label = "" if labels is None else labels[i]
+        answer = answer.plus(_before(i, len(references)) + label).plus(reference, reference=True)
     return answer.plus(".")
 
 
