@@ -79,6 +79,7 @@ class ReceivedAttention:
     def forked(self, sequence: int, rules: Sequence[RunningAttention]) -> "ReceivedAttention":
         """Some rules' scores, for a copy of the sequence; neither sees what the other will."""
         copy = ReceivedAttention(self.pool, self.traits, sequence, rules)
+        assert set(copy.rules) <= set(self.rules), "a rule is adopted that the shared sequence was not opened with"
         # `see` and `compacted` put new tensors in place of these
         copy.scores = {key: {rule: scores[rule] for rule in copy.rules} for key, scores in self.scores.items()}
         copy.decoded = None if self.decoded is None else list(self.decoded)
