@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bpkv_trt.core.budget import parse_bytes
-from bpkv_trt.documents import check_destination
+from bpkv_trt.documents import check_destination, check_directory
 from bpkv_trt.errors import ConfigError
 from bpkv_trt.options import add_config_options, add_placement_options, config_from, importing
 from bpkv_trt.progress import progress_on
@@ -48,6 +48,10 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
 def _compare(options: argparse.Namespace) -> None:
     if options.json is not None:
         check_destination(options.json)
+    if options.plot is not None:
+        with importing("compare --plot", "plot"):
+            from bpkv_trt.evaluation.plots import draw_all
+        check_directory(options.plot)
     jobs = _jobs(options.jobs)
     with importing("compare"):
         from bpkv_trt.compare import run_compare
@@ -76,6 +80,8 @@ def _compare(options: argparse.Namespace) -> None:
     with progress_on(Console(stderr=True)) as progress:
         document = run_compare(comparison, options.json, jobs, progress, overwrite=options.overwrite)
     print_compare(document, Console())
+    for picture in draw_all(document, options.plot) if options.plot is not None else ():
+        Console().out(f"drawn: {picture}", highlight=False)
 
 
 def _jobs(given: int | None) -> int:

@@ -87,6 +87,24 @@ def check_destination(path: Path) -> None:
         ) from None
 
 
+def check_directory(path: Path) -> None:
+    """Refuse, before any work is done, a directory that files could not be written to; raises InputError.
+
+    It may be missing where its parent is there: then it can be made.
+    """
+    if path.exists() and not path.is_dir():
+        raise InputError(f"The directory {path} for pictures is a file; give the name of a directory.")
+    place = path if path.is_dir() else path.parent
+    if not place.is_dir():
+        raise InputError(f"The directory {place} for {path.name} does not exist; create it first.")
+    try:
+        tempfile.TemporaryFile(dir=place).close()  # asking for permission answers wrongly for root
+    except OSError as error:
+        raise InputError(
+            f"The directory {place} cannot be written to ({error.strerror}); choose another one."
+        ) from None
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a document; a reader sees the old file or the whole new one. NaN and infinities become null."""
     path = path.resolve()  # a link stays one, what it leads to is written

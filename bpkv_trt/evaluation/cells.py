@@ -10,6 +10,7 @@ from bpkv_trt.errors import InputError
 from bpkv_trt.evaluation.arm import Arm
 from bpkv_trt.evaluation.comparison import Comparison
 from bpkv_trt.evaluation.encoded import EncodedSample, encode_sample
+from bpkv_trt.evaluation.mask_study import study_masks
 from bpkv_trt.evaluation.reference import Reference, reference_of
 from bpkv_trt.evaluation.tasks import make_sample
 from bpkv_trt.evaluation.trial import Trial, run_trial
@@ -36,7 +37,8 @@ def measure_sample(loaded: LoadedModel, comparison: Comparison, task: str, seed:
         for arm in comparison.arms:
             trial = run_trial(loaded, arm.seeded(seed), reference)
             cells.append(_cell(task, seed, sample, arm, trial, reference))
-    return {"task": task, "seed": seed, "full": _facts(loaded, reference), "cells": cells}
+        masks = study_masks(loaded, comparison, reference, seed) if comparison.masks else []
+    return {"task": task, "seed": seed, "full": _facts(loaded, reference), "cells": cells, "masks": masks}
 
 
 def sample_bytes(loaded: LoadedModel, comparison: Comparison, turns: Sequence[int], rows: int) -> int:

@@ -9,6 +9,7 @@ from bpkv_trt.documents import SCHEMA_VERSION, library_versions, machine
 from bpkv_trt.errors import InputError
 from bpkv_trt.evaluation.comparison import Comparison
 from bpkv_trt.evaluation.journal import KIND, Key, Record, check_header
+from bpkv_trt.evaluation.mask_rows import mask_rows
 from bpkv_trt.evaluation.rows import rows_of
 
 
@@ -37,6 +38,7 @@ def result_document(comparison: Comparison, records: Iterable[Record]) -> dict[s
         "versions": library_versions(),
         "machine": machine(),
         "rows": rows_of(comparison.model, cells, skipped),
+        "mask_study": mask_rows(done),
         "skipped": skipped,
         "samples": [{key: value for key, value in record.items() if key != "cells"} for record in done],
         "cells": cells,

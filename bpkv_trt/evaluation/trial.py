@@ -28,7 +28,7 @@ class Trial:
     correct: tuple[bool, ...]  # by measured reference answer
     events: tuple[CompactionEvent, ...]
     one_step_kl: float | None  # at the scoring positions of a compaction after the prompt: what it was estimated to be
-    retention: NDArray[np.float64]  # [L, Hkv] rows kept by the last compaction / rows seen until then; 1 without one
+    retention: NDArray[np.float64]  # [L, Hkv] rows kept by the last compaction / rows seen by then; 1 without one
     bytes_held: int
     decode_s: float | None  # median of one token
 
@@ -104,7 +104,9 @@ def _retention(
         return np.ones(lengths.shape)
     turns = [len(turn) for turn in reference.sample.turns]
     seen = turns[0] if happened[-1].regime == "prefill" else sum(turns) + happened[-1].step
-    return 1 - (pool.logical_length(sequence) - lengths) / seen
+    shares = 1 - (pool.logical_length(sequence) - lengths) / seen
+    shares[list(engine.host.traits.sliding_layers)] = 1  # what leaves their window was not evicted
+    return shares
 
 
 def _one_step_kl(
