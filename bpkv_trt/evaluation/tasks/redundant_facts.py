@@ -24,7 +24,7 @@ def redundant_facts(rng: random.Random, request: Request) -> Outline:
             context=f"Some codes are hidden within the following text. Remember them.\n"
             f"{hidden(noise_lines(units), facts)}",
             question=f"What is the code of {key}?",
-            lead=f"According to the text above, in which it is stated twice, the code of {key} is",
+            lead=f"According to the text above, the code of {key} is",
             answer=listing([value]),
         )
 
