@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bpkv_trt.documents import write_json
 from bpkv_trt.errors import BpkvError, InputError
@@ -14,17 +14,26 @@ from bpkv_trt.evaluation.workers import measured
 from bpkv_trt.progress import Progress
 
 
+class Outcome(NamedTuple):
+    """What came of a comparison."""
+
+    document: dict[str, Any]
+    reused: int  # samples that an earlier run had finished
+
+
 def run_compare(
     comparison: Comparison, output: Path | None, jobs: int, progress: Progress, *, overwrite: bool = False
-) -> dict[str, Any]:
-    """Measure what `output` and its journal do not hold yet; returns the document, which is written to `output`.
+) -> Outcome:
+    """Measure what `output` and its journal do not hold yet; the document is written to `output`.
+
+    overwrite: what is at `output` is not read, and a journal of another comparison gives way.
 
     Raises BpkvError before anything is run where the comparison cannot be made, or files of another one are in the way.
     """
     comparison.check()
     settings = comparison.settings()
     finished = {} if output is None else earlier_records(output, settings, overwrite)
-    journal = None if output is None else Journal(output, settings)
+    journal = None if output is None else Journal(output, settings, overwrite)
     finished |= {} if journal is None else journal.records
     # What did not fit is tried again: memory may be free now.
     missing = [sample for sample in comparison.samples if "skipped" in finished.get(sample, {"skipped": None})]
@@ -40,13 +49,12 @@ def run_compare(
         raise KeyboardInterrupt(_kept(journal)) from None
     except BpkvError as error:
         raise type(error)(f"{error} {_kept(journal)}") from error
-    _require_some(finished)
+    _require_some(finished, journal)
     document = result_document(comparison, finished.values())
-    if output is not None and missing:
+    if output is not None and journal is not None and journal.records:
         write_json(output, document)
-    if journal is not None:
         journal.remove()
-    return document
+    return Outcome(document, reused=len(comparison.samples) - len(missing))
 
 
 def _stamped(records: Iterator[Record]) -> Iterator[Record]:
@@ -54,9 +62,11 @@ def _stamped(records: Iterator[Record]) -> Iterator[Record]:
     return ({**record, "commit": revision} for record in records)
 
 
-def _require_some(finished: dict[Key, Record]) -> None:
+def _require_some(finished: dict[Key, Record], journal: Journal | None) -> None:
     reasons = dict.fromkeys(record.get("skipped") for record in finished.values())
     if None not in reasons:
+        if journal is not None:
+            journal.remove()
         raise InputError(f"No sample could be measured: {next(iter(reasons))}")
 
 

@@ -39,7 +39,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--jobs", type=int, metavar="N", help="processes (default: half as many as cores)")
     add_placement_options(run)
     run.add_argument("--json", type=Path, metavar="OUT", help="results; a run that ended early continues")
-    run.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
+    run.add_argument("--overwrite", action="store_true", help="replace what is at OUT, whatever it is")
     run.add_argument("--plot", type=Path, metavar="DIR", help="draw the results there")
     add_config_options(parser.add_argument_group("what all contenders share"), without=OWN)
     parser.set_defaults(run=_compare)
@@ -78,8 +78,10 @@ def _compare(options: argparse.Namespace) -> None:
         memory_limit=options.memory_limit and parse_bytes(options.memory_limit, "--memory-limit"),
     )
     with progress_on(Console(stderr=True)) as progress:
-        document = run_compare(comparison, options.json, jobs, progress, overwrite=options.overwrite)
+        document, reused = run_compare(comparison, options.json, jobs, progress, overwrite=options.overwrite)
     print_compare(document, Console())
+    if reused:
+        Console().out(f"{reused} of {len(comparison.samples)} samples had been measured before", highlight=False)
     for picture in draw_all(document, options.plot) if options.plot is not None else ():
         Console().out(f"drawn: {picture}", highlight=False)
 

@@ -16,16 +16,21 @@ Key = tuple[str, int]  # task and seed
 class Journal:
     """One JSON line per finished sample behind a header line; a last line that was cut off counts as not written."""
 
-    def __init__(self, output: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, output: Path, settings: dict[str, Any], overwrite: bool = False) -> None:
         """The journal of a document that will be `output`. Raises InputError, with the file untouched, where one is
-        there that other settings, another schema or something else wrote.
+        there that other settings, another schema or something else wrote; with `overwrite` it gives way to the first
+        sample.
         """
         self.path = output.with_name(output.name + ".partial.jsonl")
         self.header = {"kind": KIND, "schema_version": SCHEMA_VERSION, "settings": settings}
         self.records: dict[Key, Record] = {}
         self._size = 0  # bytes that are known to be whole
         if self.path.exists():
-            self._read()
+            try:
+                self._read()
+            except InputError:
+                if not overwrite:
+                    raise
 
     def append(self, record: Record) -> None:
         """Add a sample and see it through to the disk."""
@@ -65,7 +70,7 @@ class Journal:
         return f"The file {self.path}, where finished samples would be kept,"
 
     def _advice(self) -> str:
-        return "Nothing was run and the file is as it was: give --json another name, or remove the file."
+        return "Nothing was run and the file is as it was: give --json another name, or --overwrite it."
 
 
 def check_header(what: str, found: Any, expected: dict[str, Any], advice: str) -> None:

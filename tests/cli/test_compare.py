@@ -1,0 +1,208 @@
+"""`bpkv compare` end to end on a trained model: its document, resuming, processes, pictures, and what is refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bpkv_trt.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+LLAMA = ROOT / "tests" / "assets" / "tiny-llama"
+ARGUMENTS = {
+    "--model": str(LLAMA), "--tasks": "passkey,redundant_facts", "--policies": "bpkv[refine=4],snapkv,full",
+    "--budgets": "0.5,0.2", "--samples": "2", "--tokens": "500", "--horizon": "10",
+}  # fmt: skip
+TIMED = {"compress_s", "decode_s", "commit"}
+
+
+def arguments(**changed: str) -> list[str]:
+    given = {**ARGUMENTS, **{f"--{name.replace('_', '-')}": value for name, value in changed.items()}}
+    return ["compare", *(part for pair in given.items() for part in pair)]
+
+
+def compare(out: Path, *more: str, **changed: str) -> dict[str, Any]:
+    assert main([*arguments(**changed), "--json", str(out), *more]) == 0
+    assert not journal(out).exists()
+    document: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return document
+
+
+def journal(out: Path) -> Path:
+    return out.with_name(out.name + ".partial.jsonl")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *more: str, **changed: str) -> str:
+    assert main([*arguments(**changed), *more]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("bpkv: ") and printed.err.count("\n") == 1
+    assert "Traceback" not in printed.err
+    return printed.err
+
+
+def untimed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: untimed(item) for key, item in value.items() if key not in TIMED}
+    return [untimed(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return compare(tmp_path_factory.mktemp("whole") / "out.json")
+
+
+def test_the_document_has_every_key_and_its_numbers_add_up(whole: dict[str, Any]) -> None:
+    assert (whole["schema_version"], whole["kind"], whole["seeds"]) == (1, "compare", [0, 1])
+    assert {"commits", "versions", "machine", "settings", "samples", "skipped", "mask_study"} <= whole.keys()
+    assert len(whole["cells"]) == 2 * 2 * 3 * 2 and len(whole["rows"]) == 3 * 3 * 2
+    keys = {
+        "model", "policy", "contender", "regime", "scope", "task", "budget", "samples", "accuracy", "future_kl_mean",
+        "future_kl_median", "future_kl_low", "future_kl_high", "future_kl_max", "future_kl_first", "top1_agreement",
+        "common_prefix", "entries_fraction", "bytes_after", "pages_freed", "compress_s", "decode_s", "answers",
+        "accuracy_full", "accuracy_over_full", "skipped", "estimate_ratio", "estimate_spearman", "retention", "paired",
+    }  # fmt: skip
+    for row in whole["rows"]:
+        assert keys <= row.keys()
+        cells = [
+            cell
+            for cell in whole["cells"]
+            if (cell["contender"], cell["budget"]) == (row["contender"], row["budget"])
+            and row["task"] in (cell["task"], "all")
+        ]
+        assert row["samples"] == len(cells) == (4 if row["task"] == "all" else 2)
+        mean = sum(cell["future_kl_mean"] for cell in cells) / len(cells)
+        assert row["future_kl_mean"] == pytest.approx(mean) and len(row["paired"]) == 2
+        limit = 1.0 if row["policy"] == "full" else float(row["budget"])
+        assert limit - 0.01 < row["entries_fraction"] <= limit
+        if row["policy"] == "full":
+            assert row["future_kl_max"] < 1e-9 and row["accuracy_over_full"] in (None, 1.0)
+    configs = {arm["contender"]: arm["config"] for arm in whole["settings"]["arms"]}
+    assert configs["bpkv[refine=4]"]["refine"] == 4 and configs["snapkv"]["scope"] == "head"
+
+
+def test_processes_give_the_same_as_one(whole: dict[str, Any], tmp_path: Path) -> None:
+    assert untimed(compare(tmp_path / "out.json", jobs="2")) == untimed(whole)
+
+
+def test_a_killed_run_continues_to_the_same_document(whole: dict[str, Any], tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "bpkv_trt", *arguments(), "--json", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 300
+    while not journal(out).exists() or journal(out).read_bytes().count(b"\n") < 2:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not out.exists()
+    lines = journal(out).read_bytes().splitlines(keepends=True)
+    journal(out).write_bytes(b"".join(lines[:2]) + lines[1][: len(lines[1]) // 2])  # killed in the middle of a line
+    assert untimed(compare(out)) == untimed(whole)
+
+
+def test_a_finished_run_is_not_repeated_and_grows(
+    whole: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    compare(out, samples="1", tasks="passkey")
+    assert untimed(compare(out)) == untimed(whole)
+    assert "1 of 4 samples had been measured before" in capsys.readouterr().out
+    before = out.read_bytes(), out.stat().st_mtime_ns
+    compare(out)
+    assert "4 of 4 samples had been measured before" in capsys.readouterr().out
+    assert (out.read_bytes(), out.stat().st_mtime_ns) == before
+
+
+def test_results_of_something_else_are_refused_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    compare(out, samples="1", tasks="passkey")
+    capsys.readouterr()
+    document = json.loads(out.read_text())
+    header = {"kind": "compare", "schema_version": 1, "settings": document["settings"]}
+    for content, words in [
+        (json.dumps(document), ["horizon was 10 and is now 11"]),
+        (json.dumps({**document, "schema_version": 0}), ["schema version 0"]),
+        (json.dumps({**document, "kind": "generate"}), ["not a result of bpkv compare"]),
+        ("{}", ["not a result of bpkv compare"]),
+        ("not json", ["not a result of bpkv compare"]),
+    ]:
+        out.write_text(content)
+        message = refused(capsys, "--json", str(out), horizon="11")
+        assert all(word in message for word in (*words, str(out), "--overwrite")), message
+        assert out.read_text() == content and [*tmp_path.iterdir()] == [out]
+    out.unlink()
+    for content, words in [
+        (json.dumps(header) + "\n", ["horizon was 10 and is now 11"]),
+        (json.dumps({**header, "schema_version": 7}) + "\n", ["schema version 7"]),
+        ("something else\n", ["cannot be read"]),
+    ]:
+        journal(out).write_text(content)
+        message = refused(capsys, "--json", str(out), horizon="11")
+        assert all(word in message for word in (*words, str(journal(out)))), message
+        assert journal(out).read_text() == content and [*tmp_path.iterdir()] == [journal(out)]
+    compare(out, "--overwrite", samples="1", tasks="passkey", horizon="11")
+    message = refused(capsys, "--json", str(out), policies="snapkv,full") if capsys.readouterr() else ""
+    assert "snapkv" in message
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"tasks": "passkey,passkeys"}, ["passkeys", "niah_single"]),
+        ({"tasks": "passkey,"}, ["tasks", "comma"]),
+        ({"tasks": "passkey,passkey"}, ["passkey", "once"]),
+        ({"policies": "snapkw"}, ["snapkw", "snapkv"]),
+        ({"policies": "bpkv,bpkv"}, ["bpkv", "more than once"]),
+        ({"policies": "bpkv[budget=1]"}, ["budget", "same for all"]),
+        ({"budgets": "0.5,1.5x"}, ["1.5x", "0.2"]),
+        ({"budgets": "0.5,0.5"}, ["0.5", "more than once"]),
+        ({"budgets": "8t"}, ["8t", "36"]),
+        ({"regime": "generation"}, ["0.5", "64t"]),
+        ({"regime": "generation", "budgets": "64t"}, ["passkey", "generation"]),
+        ({"regime": "prefill", "tasks": "counting"}, ["counting", "--regime generation"]),
+        ({"regime": "deferred", "tasks": "two_questions"}, ["two_questions", "--regime prefill"]),
+        ({"regime": "prefill", "policies": "deferkv"}, ["deferkv", "prefill"]),
+        ({"samples": "0"}, ["samples", "0"]),
+        ({"samples": "x"}, ["--samples", "'x'"]),
+        ({"tokens": "-5"}, ["tokens", "-5"]),
+        ({"jobs": "0"}, ["jobs", "0"]),
+        ({"seed": "-1"}, ["seed", "negative"]),
+        ({"masks": "-1"}, ["masks", "negative"]),
+        ({"memory_limit": "much"}, ["--memory-limit", "much"]),
+        ({"model": "no/such/model"}, ["no/such/model"]),
+        ({"tokens": "40"}, ["No sample could be measured", "too few"]),
+        ({"memory_limit": "1kB"}, ["No sample could be measured", "MiB"]),
+        ({"budgets": "1kB"}, ["1kB", "protected", "passkey", "seed 0"]),
+    ],
+    ids=str,
+)
+def test_bad_input_leaves_nothing_behind(
+    changed: dict[str, str], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = refused(capsys, "--json", str(tmp_path / "out.json"), **changed)
+    assert all(word in message for word in words), message
+    assert not [*tmp_path.iterdir()]
+
+
+def test_places_that_cannot_be_written_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert "is a file" in refused(capsys, "--plot", str(tmp_path / "file"))
+    assert "does not exist" in refused(capsys, "--plot", str(tmp_path / "absent" / "plots"))
+    assert "cannot be written to" in refused(capsys, "--plot", "/proc/plots")
+    assert "is a directory" in refused(capsys, "--json", str(tmp_path))
+
+
+def test_without_matplotlib_pictures_are_refused_before_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
+    monkeypatch.delitem(sys.modules, "bpkv_trt.evaluation.plots", raising=False)
+    message = refused(capsys, "--plot", str(tmp_path / "plots"))
+    assert "matplotlib" in message and "bpkv-trt[plot]" in message and not [*tmp_path.iterdir()]

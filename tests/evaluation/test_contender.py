@@ -1,0 +1,78 @@
+"""How contenders are written, and which configurations they become."""
+
+import pytest
+
+from bpkv_trt.config import BpkvConfig
+from bpkv_trt.errors import ConfigError
+from bpkv_trt.evaluation.arm import arms_of
+from bpkv_trt.evaluation.contender import parse_contenders
+
+
+def test_commas_in_brackets_do_not_separate() -> None:
+    found = parse_contenders("bpkv, bpkv[readout=direct,refine=0],snapkv[scope=global]")
+    assert [each.label for each in found] == ["bpkv", "bpkv[readout=direct,refine=0]", "snapkv[scope=global]"]
+    assert [each.policy for each in found] == ["bpkv", "bpkv", "snapkv"]
+    assert dict(found[1].options) == {"readout": "direct", "refine": "0"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("bpkv,bpkv", ["bpkv", "more than once"]),
+        ("bpkv[refine]", ["refine", "bpkv[readout=exact,refine=0]"]),
+        ("bpkv[refine=1", ["bpkv[refine=1"]),
+        ("bpkv[refine=1,refine=2]", ["refine=2"]),
+        ("bpkv,,snapkv", ["''"]),
+        ("bpkv[budgett=1]", ["budgett", "choose from", "readout"]),
+        *((f"bpkv[{name}=1]", [name, "same for all"]) for name in ("policy", "budget", "regime", "page_size")),
+    ],
+)
+def test_what_is_refused(text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_contenders(text)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_every_contender_in_every_regime_at_every_budget() -> None:
+    common = BpkvConfig(positions=4, defer=6)
+    contenders = parse_contenders("bpkv[refine=3],snapkv")
+    arms = arms_of(contenders, common, ["prefill", "deferred"], ["0.5", "64t"])
+    assert [(arm.contender, arm.regime, arm.budget) for arm in arms] == [
+        (label, regime, budget)
+        for label in ("bpkv[refine=3]", "snapkv")
+        for regime in ("prefill", "deferred")
+        for budget in ("0.5", "64t")
+    ]
+    assert all((arm.config.positions, arm.config.defer) == (4, 6) for arm in arms)
+    assert [arm.config.refine for arm in arms] == [3] * 4 + [64] * 4
+    assert [arm.config.scope for arm in arms] == ["global"] * 4 + ["head"] * 4
+    assert [str(arm.config.budget) for arm in arms] == [arm.budget for arm in arms]
+
+
+def test_the_budget_of_an_answer_is_in_tokens() -> None:
+    (arm,) = arms_of(parse_contenders("bpkv"), BpkvConfig(), ["generation"], ["48t"])
+    assert str(arm.config.generation_budget) == "48t"
+    with pytest.raises(ConfigError, match="64t"):
+        arms_of(parse_contenders("bpkv"), BpkvConfig(), ["generation"], ["0.2"])
+
+
+def test_samples_seed_what_is_random_unless_it_was_given() -> None:
+    given, own = arms_of(parse_contenders("random[seed=5],random"), BpkvConfig(), ["prefill"], ["0.2"])
+    assert (given.seeded(1003).seed, own.seeded(1003).seed) == (5, 1003)
+
+
+@pytest.mark.parametrize(
+    ("contender", "regimes", "words"),
+    [
+        ("snapkw", ["prefill"], ["snapkw", "snapkv"]),
+        ("deferkv", ["prefill"], ["deferkv", "prefill"]),
+        ("bpkv[refine=x]", ["prefill"], ["bpkv[refine=x]", "refine"]),
+        ("bpkv", ["prefill", "prefill"], ["prefill", "more than once"]),
+        ("bpkv", ["decode"], ["decode", "deferred"]),
+        ("expected_attention[sinks=2]", ["prefill"], ["expected_attention", "--sinks"]),
+    ],
+)
+def test_contenders_that_cannot_be(contender: str, regimes: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        arms_of(parse_contenders(contender), BpkvConfig(), regimes, ["0.2"])
+    assert all(word in str(error.value) for word in words), error.value
