@@ -206,3 +206,25 @@ def test_without_matplotlib_pictures_are_refused_before_the_run(
     monkeypatch.delitem(sys.modules, "bpkv_trt.evaluation.plots", raising=False)
     message = refused(capsys, "--plot", str(tmp_path / "plots"))
     assert "matplotlib" in message and "bpkv-trt[plot]" in message and not [*tmp_path.iterdir()]
+
+
+def test_an_interrupt_keeps_what_is_finished_and_ends_the_workers(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    command = [sys.executable, "-m", "bpkv_trt", *arguments(samples="40", jobs="2"), "--json", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 300
+    while not journal(out).exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to the workers too
+    printed, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and printed == "" and "Traceback" not in error
+    assert "interrupted" in error and str(journal(out)) in error and "continues" in error
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
+    assert not out.exists()
