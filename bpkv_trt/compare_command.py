@@ -1,14 +1,13 @@
 """`bpkv compare`: its options, what is refused before a model is loaded, and where the results go."""
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from bpkv_trt.core.budget import parse_bytes
-from bpkv_trt.documents import check_destination, check_directory
+from bpkv_trt.documents import check_destination, check_directory, usable_cores
 from bpkv_trt.errors import ConfigError
 from bpkv_trt.options import add_config_options, add_placement_options, config_from, importing
 from bpkv_trt.progress import progress_on
@@ -48,6 +47,8 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
 def _compare(options: argparse.Namespace) -> None:
     if options.json is not None:
         check_destination(options.json)
+    elif options.overwrite:
+        raise ConfigError("--overwrite replaces what is at the OUT of --json, which is not given; give it, or neither.")
     if options.plot is not None:
         with importing("compare --plot", "plot"):
             from bpkv_trt.evaluation.plots import draw_all
@@ -87,8 +88,7 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _jobs(given: int | None) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    jobs = max(1, cores // 2) if given is None else given
+    jobs = max(1, usable_cores() // 2) if given is None else given
     if jobs < 1:
         raise ConfigError(f"jobs is {jobs}, and nothing would be measured; give 1 or more.")
     return jobs

@@ -43,7 +43,7 @@ def machine() -> dict[str, Any]:
     facts: dict[str, Any] = {
         "system": platform.platform(),
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": usable_cores(),
         "threads": None,
         "gpu": None,
     }
@@ -55,6 +55,11 @@ def machine() -> dict[str, Any]:
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
     return facts
+
+
+def usable_cores() -> int:
+    """Those that this process may run on, where the system says; else all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _processor() -> str:

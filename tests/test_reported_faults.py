@@ -14,7 +14,7 @@ from torch import Tensor
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.evidence import EvidenceSource, score_entries
 from bpkv_trt.errors import ConfigError
-from bpkv_trt.evaluation.estimate import spearman
+from bpkv_trt.evaluation.ranks import spearman
 from bpkv_trt.evaluation.verify import verify
 from bpkv_trt.models.loading import LoadedModel
 from bpkv_trt.runtime.engine import Engine

@@ -9,6 +9,7 @@ from torch import Tensor
 from bpkv_trt.core.evidence import EvidenceSource, mask_divergence
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.core.traits import ModelTraits
+from bpkv_trt.evaluation.ranks import spearman
 from bpkv_trt.pool.view import SequenceView
 from bpkv_trt.runtime.engine import Engine
 
@@ -110,12 +111,6 @@ def masks_of(
     shape, rows = (traits.layers, traits.kv_heads, tokens), slice(sinks, tokens - recent)
     for _ in range(count):
         yield kind(shape, traits.compactable_layers, rows, generator)
-
-
-def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Rank correlation of two samples without ties."""
-    ranks = torch.stack([torch.tensor(values, dtype=torch.float64).argsort().argsort() for values in (first, second)])
-    return float(torch.corrcoef(ranks.double())[0, 1])
 
 
 def _pick(choices: Sequence[int], generator: torch.Generator) -> int:

@@ -1,5 +1,6 @@
 """Mask studies of all samples summed up: how well each contender ranks masks."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ def _collect(correlations: dict[tuple[Setting, str], list[tuple[str, float]]], t
     for label, scores in study["scores"].items():
         known = [place for place, score in enumerate(scores) if score is not None]
         correlation = spearman([scores[i] for i in known], [study["truth"][i] for i in known])
-        if correlation is not None:
+        if not math.isnan(correlation):
             correlations.setdefault((setting, label), []).append((task, correlation))
 
 

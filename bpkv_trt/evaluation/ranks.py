@@ -1,16 +1,17 @@
 """Rank correlation."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 
-def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Spearman's rank correlation, ties at their mean rank; None where all of one side are equal."""
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's rank correlation, ties at their mean rank; NaN where all of one side are equal."""
     ranks = [mean_ranks(np.asarray(values, dtype=np.float64)) for values in (first, second)]
     if any(np.ptp(each) == 0 for each in ranks):
-        return None
+        return math.nan
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 

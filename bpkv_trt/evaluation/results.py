@@ -10,6 +10,7 @@ from bpkv_trt.errors import InputError
 from bpkv_trt.evaluation.comparison import Comparison
 from bpkv_trt.evaluation.journal import KIND, Key, Record, check_header
 from bpkv_trt.evaluation.mask_rows import mask_rows
+from bpkv_trt.evaluation.provenance import commit
 from bpkv_trt.evaluation.rows import rows_of
 
 
@@ -34,6 +35,7 @@ def result_document(comparison: Comparison, records: Iterable[Record]) -> dict[s
         "budgets": list(comparison.budgets),
         "tokens": comparison.tokens,
         "horizon": comparison.horizon,
+        "commit": commit(),
         "commits": sorted({record["commit"] for record in ordered if record.get("commit")}),
         "versions": library_versions(),
         "machine": machine(),

@@ -16,6 +16,7 @@ from bpkv_trt.evaluation.reference import Reference, correct_references
 from bpkv_trt.models.loading import LoadedModel
 from bpkv_trt.runtime.compactor import CompactionEvent
 from bpkv_trt.runtime.engine import Engine
+from bpkv_trt.runtime.step import Chunk
 
 TIMED_STEPS = 3  # of the continuation, decoded one at a time
 
@@ -27,7 +28,7 @@ class Trial:
     gap: Gap | None  # None where the full cache says nothing after the last compaction came due
     correct: tuple[bool, ...]  # by measured reference answer
     events: tuple[CompactionEvent, ...]
-    one_step_kl: float | None  # at the scoring positions of a compaction after the prompt: what it was estimated to be
+    one_step_kl: float | None  # at the scoring positions of the prompt's compaction: what it was estimated to be
     retention: NDArray[np.float64]  # [L, Hkv] rows kept by the last compaction / rows seen by then; 1 without one
     bytes_held: int
     decode_s: float | None  # median of one token
@@ -39,8 +40,15 @@ def run_trial(loaded: LoadedModel, config: BpkvConfig, reference: Reference) -> 
     opened = [sequence := engine.adopt(reference.engine, reference.sequence)]
     try:
         events = _compact_prompt(engine, sequence)
-        one_step = _one_step_kl(engine, sequence, reference, events)
-        logits, later = _ask(engine, sequence, reference)
+        one_step = _one_step_kl(engine, sequence, reference, events, [])
+        logits, later = _read_turns(engine, sequence, reference)
+        events += later
+        before = reference.sample.lead[: engine.compactor.tokens_until_due(sequence)]
+        logits, later = _read_lead(engine, sequence, before, logits)
+        if later and one_step is None:
+            one_step = _one_step_kl(engine, sequence, reference, later, before)
+        events += later
+        logits, later = _read_lead(engine, sequence, reference.sample.lead[len(before) :], logits)
         events += later
         opened.append(other := engine.fork(sequence))
         answer = torch.cat([logits, engine.follow(other, reference.sample.answer)[0]])
@@ -67,16 +75,21 @@ def _compact_prompt(engine: Engine, sequence: int) -> list[CompactionEvent]:
     return [] if event is None else [event]
 
 
-def _ask(engine: Engine, sequence: int, reference: Reference) -> tuple[Tensor, list[CompactionEvent]]:
-    """Encode the later turns and the lead: the logits [1, V] that begin the answer, and what was compacted."""
+def _read_turns(engine: Engine, sequence: int, reference: Reference) -> tuple[Tensor, list[CompactionEvent]]:
+    """Encode the later turns: the logits [1, V] that come next, and what was compacted."""
     events, logits = list[CompactionEvent](), reference.logits
     for turn in reference.sample.turns[1:]:
         logits = engine.encode([(sequence, turn)])
         events += _compact_prompt(engine, sequence)
-    if reference.sample.lead:
-        following, later = engine.follow(sequence, reference.sample.lead)
-        logits, events = following[-1:], events + later
     return logits, events
+
+
+def _read_lead(
+    engine: Engine, sequence: int, tokens: Sequence[int], logits: Tensor
+) -> tuple[Tensor, list[CompactionEvent]]:
+    """Feed a part of the lead, behind which `logits` [1, V] stand: those that come next, and what was compacted."""
+    following, events = engine.follow(sequence, tokens)
+    return following[-1:] if len(tokens) else logits, events
 
 
 def _continue(
@@ -110,12 +123,23 @@ def _retention(
 
 
 def _one_step_kl(
-    engine: Engine, sequence: int, reference: Reference, events: Sequence[CompactionEvent]
+    engine: Engine, sequence: int, reference: Reference, events: Sequence[CompactionEvent], before: Sequence[int]
 ) -> float | None:
-    """The true KL of an estimated compaction: its scoring positions run again over the full and the compacted cache."""
-    if not events or events[-1].estimated_kl is None:
+    """The true KL of an estimated compaction that has just happened, `before` being the tokens decoded until then.
+
+    Its scoring positions are run again over the full and the compacted cache. None where nothing was estimated, or an
+    answer was compacted, whose full cache is not at hand.
+    """
+    if not events or events[-1].estimated_kl is None or events[-1].regime == "generation":
         return None
-    count = min(engine.compactor.config.positions, reference.engine.pool.logical_length(sequence))
-    full = torch.log_softmax(reference.engine.host.replay(reference.sequence, count).logits, dim=-1)
-    kl = gap_between(full, engine.host.replay(sequence, count).logits).kl
-    return statistics.mean(kl)
+    base, config = reference.engine.host, engine.compactor.config
+    wanted = config.positions + (config.defer if events[-1].regime == "deferred" else 0)
+    full = base.fork(reference.sequence)
+    try:
+        if before:
+            base.forward([Chunk(full, before)])
+        count = min(wanted, base.pool.logical_length(full))
+        truth, ours = base.replay(full, count).logits, engine.host.replay(sequence, count).logits
+    finally:
+        base.release(full)
+    return statistics.mean(gap_between(truth, ours).kl)

@@ -13,7 +13,9 @@ from traceback import extract_tb
 from typing import Any
 
 import torch
+from transformers.utils.logging import disable_progress_bar
 
+from bpkv_trt.documents import usable_cores
 from bpkv_trt.errors import BpkvError
 from bpkv_trt.evaluation.cells import measure_sample
 from bpkv_trt.evaluation.comparison import Comparison
@@ -62,6 +64,8 @@ def _completed(futures: dict[Future[Record], Key]) -> Iterator[Record]:
 def _start_worker(jobs: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Of several at once none could be read, and their lock would outlive a worker that is ended.
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     _set_threads(jobs)
 
 
@@ -74,7 +78,7 @@ def _end_with_parent() -> None:
 
 def _set_threads(jobs: int) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // jobs))
+        torch.set_num_threads(max(1, usable_cores() // jobs))
 
 
 @cache

@@ -44,6 +44,18 @@ def evicted(arm: Arm, sample: EncodedSample) -> tuple[Tensor, int]:
     return gone, length
 
 
+def one_step_kl(arm: Arm, sample: EncodedSample, gone: Tensor) -> float:
+    """The scoring positions of a compaction run again over an uncompacted cache, `gone` hidden by a mask."""
+    loaded, deferred = tiny_llama(), arm.config.defer if "deferred" in arm.config.regime else 0
+    config = arm.config.replace(policy="full")
+    engine = Engine(loaded, config, make_pool(loaded, 600, 8))
+    sequence = engine.open()
+    engine.encode([(sequence, [*sample.turns[0], *sample.lead[:deferred]])])
+    count = arm.config.positions + deferred
+    full, masked = (engine.host.replay(sequence, count, mask).logits.double().log_softmax(-1) for mask in (None, gone))
+    return float((full.exp() * (full - masked)).sum(-1).mean())
+
+
 def predictions(truth: MaskedReference, tokens: list[int], gone: Tensor | None, moment: int, count: int) -> Tensor:
     """Log-probabilities [count, V] of the last predictions, float64."""
     hidden = torch.full((truth.model.config.num_hidden_layers, 2, len(tokens)), NEVER)
@@ -82,6 +94,9 @@ def test_kl_and_answers_are_those_of_masked_forwards(regime: str, task: str) -> 
         written = predictions(truth, given + answer, gone, moment, len(answer) + 1).argmax(-1)[:-1].tolist()
         assert cell["correct"] == [written[where] == answer[where] for where in sample.references]
         assert cell["entries_fraction"] == pytest.approx(1 - float(gone.double().mean()))
+        estimated = arm.config.policy == "bpkv"
+        expected = pytest.approx(one_step_kl(arm, sample, gone), rel=1e-3, abs=1e-9) if estimated else None
+        assert cell["one_step_kl"] == expected and (cell["estimated_kl"] is not None) == estimated
         retention = 1 - gone.double().mean(-1)
         assert torch.allclose(torch.tensor(cell["retention"]).double(), retention, atol=1e-4)
 
