@@ -136,3 +136,14 @@ def test_what_a_contender_gets_does_not_depend_on_the_others() -> None:
 def test_what_does_not_fit_is_skipped_with_the_reason(given: dict[str, int], words: str) -> None:
     record = measure_sample(tiny_llama(), comparison("bpkv", **given), "passkey", SEED)
     assert record.keys() == {"task", "seed", "skipped"} and words in record["skipped"]
+
+
+def test_the_budget_of_an_answer_is_kept_in_the_generation_regime() -> None:
+    asked = comparison("bpkv,rkv", ("generation",), "24t", tasks=("counting",), tokens=1500, horizon=20)
+    record = measure_sample(tiny_llama(), asked, "counting", SEED)
+    full = record["full"]
+    assert full["first_measured"] == max(0, 16 + 1 - full["lead_tokens"]) and any(full["measured"])
+    for cell in record["cells"]:
+        assert cell["tokens"] == full["continuation_tokens"] - full["first_measured"]
+        assert cell["compactions"] > 0 and cell["entries_after"] == 4 * 2 * (full["prompt_tokens"] + 24)
+        assert len(cell["correct"]) == len(cell["correct_full"]) == sum(full["measured"])
