@@ -138,13 +138,15 @@ def retention_maps(rows: Sequence[Row]) -> Figure:
     chosen = _smallest_budget([row for row in rows if row["task"] == _widest_task(rows) and row["policy"] != "full"])
     chosen = chosen or list(rows[:1])
     shape, most = np.shape(chosen[0]["retention"]), max(np.max(row["retention"]) for row in chosen)
-    figure, axes = _panels(len(chosen), width=max(1.9, 0.3 * shape[1] + 1), height=max(2.2, 0.11 * shape[0] + 1.2))
+    columns = min(len(chosen), 2 * COLUMNS if shape[1] <= 4 else COLUMNS)
+    size = max(1.5, 0.3 * shape[1] + 0.6), max(2.2, 0.11 * shape[0] + 1.2)
+    figure, axes = _panels(len(chosen), *size, columns=columns, sharey=True)
     for row, ax in zip(chosen, axes, strict=True):
         image = ax.imshow(row["retention"], cmap="cividis", vmin=0, vmax=most, aspect="auto", origin="lower")
         ax.set_title(_wrapped(row["contender"]), fontsize=9)
         ax.set_xticks(range(shape[1]) if shape[1] <= 8 else range(0, shape[1], 4))
         ax.set_xlabel("KV head", fontsize=9)
-    for ax in axes[::COLUMNS]:
+    for ax in axes[::columns]:
         ax.set_ylabel("layer", fontsize=9)
     figure.colorbar(image, ax=axes, label="share of rows kept", shrink=0.8)
     figure.suptitle(f"{_named(chosen[0]['task'])}, budget {chosen[0]['budget']}", fontsize=10)
@@ -193,9 +195,11 @@ def _mask_points(document: Document, row: Row) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(xs), np.concatenate(ys)
 
 
-def _panels(count: int, width: float, height: float, **shared: Any) -> tuple[Figure, list[Axes]]:
-    """A grid of panels, at most COLUMNS side by side; those left over are taken away."""
-    columns, lines = min(COLUMNS, count), math.ceil(count / COLUMNS)
+def _panels(
+    count: int, width: float, height: float, columns: int = COLUMNS, **shared: Any
+) -> tuple[Figure, list[Axes]]:
+    """A grid of panels, at most `columns` side by side; those left over are taken away."""
+    columns, lines = min(columns, count), math.ceil(count / columns)
     figure = Figure(figsize=(width * columns + 0.6, height * lines + 0.5), layout="constrained")
     axes = list(figure.subplots(lines, columns, squeeze=False, **shared).flat)
     for ax in axes[count:]:
