@@ -20,6 +20,7 @@ from bpkv_trt.core.budget import Budget, Scope
 from bpkv_trt.errors import ConfigError
 
 Regime = Literal["prefill", "deferred", "generation"]
+Preset = Literal["default", "paper"]
 ReadoutKind = Literal["direct", "exact"]
 
 
@@ -72,18 +73,26 @@ class BpkvConfig(BaseModel):
     )
     # Heads differ in how much they need; letting all compete keeps what matters wherever it is.
     scope: Scope = Field("global", description="where entries compete: head, layer or global; peers have their own")
-    # Works on every host: an engine cannot be differentiated.
-    readout: ReadoutKind = Field("direct", description="how a shift reaches the logits: direct or exact")
+    # Ours, by the evidence in profiles/quality/NOTES.md; `paper` is the method as its authors describe it.
+    preset: Preset = Field("default", description="options where none are given: default, or paper (as published)")
+    # The true derivative ranks evictions far better; an engine, which cannot be differentiated, needs `direct`.
+    readout: ReadoutKind = Field("exact", description="how a shift reaches the logits: direct or exact")
     # Trained models park attention on the first tokens; without them answers collapse.
     sinks: int = Field(4, ge=0, description="first tokens that are never evicted")
     # The current sentence; four times the scoring positions, so that none of them scores its own neighbours away.
     recent: int = Field(32, ge=1, description="last tokens that are never evicted")
     # Few positions beat many in our measurements (3 to 16 rather than 64), and cost grows with them.
     positions: int = Field(8, ge=1, description="last positions whose next-token distribution is preserved")
+    # What an answer needs of a prompt shows in the answer: most short ones lie within 32 tokens, a page of the pool.
+    lookahead: int = Field(
+        32, ge=0, le=512, description="tokens drafted before a compaction of the prompt, preserved too, then taken back"
+    )
     # As many logits as the cost model of the readout assumes; every event reports the mass they cover.
     top_k: int = Field(32, ge=2, description="logits that the distribution is followed on")
-    # Each costs a share of one backward; the estimate's spread falls as 1 / sqrt(8).
-    probes: int = Field(8, ge=1, description="random probes of the exact readout")
+    # Each costs a share of one backward; over 40 positions two make 80, whose mean is steady enough to rank by.
+    probes: int = Field(2, ge=1, description="random probes of the exact readout")
+    # An answer that is found is read on: the rows beside a wanted one are wanted next.
+    pooling: int = Field(3, ge=1, le=63, description="neighbouring rows over which scores are averaged, odd; 1: none")
     # An eviction that leaves a head less than 2 % of its attention is outside the first-order formula.
     epsilon: float = Field(0.02, gt=0, lt=1, description="least share of its attention that an eviction leaves a head")
     # The evictions next to the boundary are the ones whose interactions change the outcome.
@@ -115,6 +124,8 @@ class BpkvConfig(BaseModel):
                 f"recent is {self.recent} and positions is {self.positions}{defer}, but the scoring positions must lie "
                 f"within the recent window: give recent >= {self.scoring_positions}, or fewer positions."
             )
+        if self.pooling % 2 == 0:
+            raise ConfigError(f"pooling is {self.pooling}, but rows are averaged around each: give an odd number.")
         if self.generation_budget.kind != "tokens":
             raise ConfigError(
                 f"generation_budget is {self.generation_budget}, but how long an answer becomes is not known while it "
@@ -136,6 +147,11 @@ class BpkvConfig(BaseModel):
     def scoring_positions(self) -> int:
         """The most positions that one compaction preserves: a deferred one also scores the tokens decoded before it."""
         return self.positions + self.defer if "deferred" in self.regime else self.positions
+
+    @property
+    def replayed_positions(self) -> int:
+        """The most tokens that a host is asked to run again: the scoring positions, drafted ones included."""
+        return self.scoring_positions + self.lookahead
 
     @property
     def protected(self) -> int:

@@ -10,6 +10,7 @@ from bpkv_trt.errors import ConfigError, InputError
 from bpkv_trt.evaluation.verify import verify
 from bpkv_trt.models.loading import LoadedModel, load_model
 from bpkv_trt.models.placement import device_of, dtype_of
+from bpkv_trt.models.stop_tokens import stop_tokens
 from bpkv_trt.profiling import Trace
 from bpkv_trt.progress import Progress
 from bpkv_trt.request import GenerateRequest
@@ -39,7 +40,7 @@ def run_generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]
     with trace.range("load"):
         loaded = load_model(request.model, dtype=dtype_of(request.dtype, device), device=device)
     turns = _encode(loaded, request)
-    sampling = sampling.stopping_at(stop_tokens(loaded))
+    sampling = sampling.stopping_at(stop_tokens(loaded.model, loaded.tokenizer))
     engine = _engine(loaded, request, turns, trace)
     answer = _answer(engine, turns, sampling, progress)
     report = _report(request, loaded, turns, answer, engine)
@@ -50,13 +51,6 @@ def run_generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]
         report["verify"] = asdict(checked)
     report["timings_s"] = seconds | {"verify": trace.seconds()["verify"]}
     return report
-
-
-def stop_tokens(loaded: LoadedModel) -> frozenset[int]:
-    """The ids that end an answer: those of the generation config, and the tokenizer's."""
-    configured = loaded.model.generation_config.eos_token_id if loaded.model.generation_config is not None else None
-    ids = configured if isinstance(configured, list) else [configured]
-    return frozenset(int(token) for token in (*ids, loaded.tokenizer.eos_token_id) if token is not None)
 
 
 def _encode(loaded: LoadedModel, request: GenerateRequest) -> Turns:

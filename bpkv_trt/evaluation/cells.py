@@ -14,10 +14,10 @@ from bpkv_trt.evaluation.mask_study import study_masks
 from bpkv_trt.evaluation.reference import Reference, reference_of
 from bpkv_trt.evaluation.tasks import make_sample
 from bpkv_trt.evaluation.trial import Trial, run_trial
-from bpkv_trt.generate import stop_tokens
 from bpkv_trt.models.loading import LoadedModel
+from bpkv_trt.models.stop_tokens import stop_tokens
 from bpkv_trt.policies.registry import policy_class
-from bpkv_trt.runtime.compactor import CompactionEvent
+from bpkv_trt.runtime.event import CompactionEvent
 from bpkv_trt.runtime.engine import Engine, make_pool
 from bpkv_trt.runtime.memory import activation_bytes, pool_bytes, require_memory
 from bpkv_trt.runtime.repetition import scratch_rows
@@ -32,7 +32,9 @@ def measure_sample(loaded: LoadedModel, comparison: Comparison, task: str, seed:
     except InputError as error:
         return {"task": task, "seed": seed, "skipped": str(error)}
     engine = _engine(loaded, comparison, sample)
-    with reference_of(engine, sample, comparison.decoded, comparison.untouched, stop_tokens(loaded)) as reference:
+    with reference_of(
+        engine, sample, comparison.decoded, comparison.untouched, stop_tokens(loaded.model, loaded.tokenizer)
+    ) as reference:
         cells = []
         for arm in comparison.arms:
             trial = run_trial(loaded, arm.seeded(seed), reference)
@@ -44,8 +46,8 @@ def measure_sample(loaded: LoadedModel, comparison: Comparison, task: str, seed:
 def sample_bytes(loaded: LoadedModel, comparison: Comparison, turns: Sequence[int], rows: int) -> int:
     """What measuring a sample holds at once beside the weights: turns of so many tokens, `rows` with the answer."""
     page_size = comparison.common.page_size
-    cache = 2 * pool_bytes(loaded, rows, page_size)
-    cache += pool_bytes(loaded, _third_cache(loaded, comparison, turns, rows), page_size)
+    cache = 3 * pool_bytes(loaded, rows, page_size)
+    cache += pool_bytes(loaded, _further_cache(loaded, comparison, turns, rows), page_size)
     return cache + max(activation_bytes(loaded, sum(turns), arm.config) for arm in comparison.arms)
 
 
@@ -73,8 +75,8 @@ def _rows(comparison: Comparison, sample: EncodedSample) -> int:
     return sample.prompt_tokens + len(sample.lead) + max(comparison.decoded, len(sample.answer))
 
 
-def _third_cache(loaded: LoadedModel, comparison: Comparison, turns: Sequence[int], rows: int) -> int:
-    # Beside the reference and the trial: the trial's copy that is asked for the answer, or a scoring pass's own.
+def _further_cache(loaded: LoadedModel, comparison: Comparison, turns: Sequence[int], rows: int) -> int:
+    # Beside the reference, the trial and the full cache its estimate is held to: the trial's copy that is asked for the answer, or a scoring pass's own.
     return max(rows, *(scratch_rows(arm.config, loaded.encoder, turns) for arm in comparison.arms))
 
 
@@ -86,14 +88,14 @@ def _engine(loaded: LoadedModel, comparison: Comparison, sample: EncodedSample) 
         policy.running_attention for policy in policies if "received_attention" in policy.requires
     ]
     turns, rows = [len(turn) for turn in sample.turns], _rows(comparison, sample)
-    scratch = _third_cache(loaded, comparison, turns, rows)
-    pool = make_pool(loaded, rows, comparison.common.page_size, caches=2, scratch=scratch)
+    scratch = _further_cache(loaded, comparison, turns, rows)
+    pool = make_pool(loaded, rows, comparison.common.page_size, caches=3, scratch=scratch)
     return Engine(
         loaded,
         comparison.common.replace(policy="full"),
         pool,
         observed=frozenset().union(*(policy.requires for policy in policies)),
-        replayed=max(config.scoring_positions for config in configs),
+        replayed=max(config.replayed_positions for config in configs),
         rules=rules,
     )
 

@@ -14,8 +14,9 @@ from bpkv_trt.config import BpkvConfig
 from bpkv_trt.evaluation.metrics import Gap, gap_between
 from bpkv_trt.evaluation.reference import Reference, correct_references
 from bpkv_trt.models.loading import LoadedModel
-from bpkv_trt.runtime.compactor import CompactionEvent
+from bpkv_trt.runtime.event import CompactionEvent
 from bpkv_trt.runtime.engine import Engine
+from bpkv_trt.runtime.lookahead import draft
 from bpkv_trt.runtime.step import Chunk
 
 TIMED_STEPS = 3  # of the continuation, decoded one at a time
@@ -132,14 +133,18 @@ def _one_step_kl(
     """
     if not events or events[-1].estimated_kl is None or events[-1].regime == "generation":
         return None
-    base, config = reference.engine.host, engine.compactor.config
-    wanted = config.positions + (config.defer if events[-1].regime == "deferred" else 0)
-    full = base.fork(reference.sequence)
+    base, config, event = reference.engine.host, engine.compactor.config, events[-1]
+    wanted = config.positions + (config.defer if event.regime == "deferred" else 0)
+    full, ours = base.fork(reference.sequence), engine.host.fork(sequence)
     try:
         if before:
             base.forward([Chunk(full, before)])
-        count = min(wanted, base.pool.logical_length(full))
-        truth, ours = base.replay(full, count).logits, engine.host.replay(sequence, count).logits
+        count = min(wanted, base.pool.logical_length(full)) + event.drafted
+        draft(base, full, event.drafted, stop_tokens=frozenset())  # it ended before any
+        if event.drafted:
+            engine.host.forward([Chunk(ours, base.tokens[full][-event.drafted :])])
+        truth, logits = base.replay(full, count).logits, engine.host.replay(ours, count).logits
     finally:
         base.release(full)
-    return statistics.mean(gap_between(truth, ours).kl)
+        engine.host.release(ours)
+    return statistics.mean(gap_between(torch.log_softmax(truth, dim=-1), logits).kl)

@@ -40,7 +40,9 @@ class Policy(ABC):
     scopes: ClassVar[tuple[Scope, ...]] = ("global", "layer", "head")  # that it can have, its own choice first
     regimes: ClassVar[tuple[Regime, ...]] = ("prefill", "generation", "deferred")
     defaults: ClassVar[Mapping[str, object]] = MappingProxyType({})  # options it sets where the user gave none
+    published: ClassVar[Mapping[str, object] | None] = None  # the preset `paper`, where `defaults` are not as published
     running_attention: ClassVar[RunningAttention] = RunningAttention()  # what `received_attention` holds, if required
+    looks_ahead: ClassVar[bool] = False  # whether drafted tokens are scoring positions where the user does not say
     takes_layer_table: ClassVar[bool] = True
     evicts_nothing: ClassVar[bool] = False
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bpkv_trt.core.budget import Scope
 from bpkv_trt.core.evidence import EvidenceSource
+from bpkv_trt.core.pooling import neighbour_mean
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.policies.base import Requirement
 from bpkv_trt.policies.headwise import HeadwisePolicy
@@ -32,7 +33,4 @@ class ObservationWindowPolicy(HeadwisePolicy):
         weights = EvidenceSource(statistics, view, self.traits).attention(layer, head).a  # [G, M, n]
         window = weights.shape[1]
         observed = weights[..., :-window].mean(dim=(0, 1))  # [n - M]
-        if observed.numel() == 0:
-            return F.pad(observed, (0, window), value=1.0)
-        pooled = F.avg_pool1d(observed[None], KERNEL, stride=1, padding=KERNEL // 2)[0]
-        return F.pad(pooled, (0, window), value=1.0)  # no mean of attention weights exceeds 1
+        return F.pad(neighbour_mean(observed, KERNEL), (0, window), value=1.0)  # no mean of attention weights exceeds 1

@@ -1,5 +1,6 @@
 """Policies by name: those of the package, and those that other packages register."""
 
+from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 
 from bpkv_trt.config import BpkvConfig
@@ -83,9 +84,11 @@ def settled(config: BpkvConfig) -> BpkvConfig:
     if policy.evicts_nothing:
         return config
     _check_table(config, policy)
+    _check_lookahead(config, policy)
     if config.scope not in policy.scopes:
         _refuse_if_given(config, "scope", config.scope, policy.scopes)
-    own = {"scope": policy.scopes[0], **policy.defaults}
+    ahead = {} if policy.looks_ahead else {"lookahead": 0}
+    own = {"scope": policy.scopes[0], **ahead, **_preset(config, policy)}
     changes = {option: value for option, value in own.items() if option not in config.model_fields_set}
     refused = [regime for regime in config.regime if regime not in policy.regimes]
     if refused and "regime" not in changes:
@@ -98,6 +101,24 @@ def make_policy(config: BpkvConfig, traits: ModelTraits) -> Policy:
     """The policy of a settled configuration, for a model."""
     assert settled(config) == config, "the configuration was not settled for its policy"
     return policy_class(config.policy)(config, traits)
+
+
+def _preset(config: BpkvConfig, policy: type[Policy]) -> Mapping[str, object]:
+    if config.preset == "default":
+        return policy.defaults
+    if policy.published is None:
+        raise ConfigError(
+            f"preset is paper, but the policy {config.policy} has one form only, the published one: leave preset out."
+        )
+    return policy.published
+
+
+def _check_lookahead(config: BpkvConfig, policy: type[Policy]) -> None:
+    if config.lookahead and "lookahead" in config.model_fields_set and "last_queries" not in policy.requires:
+        raise ConfigError(
+            f"lookahead is {config.lookahead}, but the policy {config.policy} does not score by the latest queries, "
+            "so drafted ones would change nothing: leave lookahead out."
+        )
 
 
 def _check_table(config: BpkvConfig, policy: type[Policy]) -> None:

@@ -104,6 +104,10 @@ class PagedKvPool:
         for sequence, count in growth:
             self._extend(sequence, count, needed[sequence])
 
+    def require_growth(self, sequence: int, count: int) -> None:
+        """Raise PoolExhausted where `count` more tokens of a sequence would not fit, one after the other."""
+        self._require(self.pages_to_grow(sequence, count), f"{count} more tokens")
+
     def write(self, sequence: int, layer: int, k: Tensor, v: Tensor) -> None:
         """Store keys and values [Hkv, n, D], of the pool's type, as the last n rows of a layer."""
         count, uniform = k.shape[1], self.heads(sequence, layer).uniform
@@ -117,6 +121,17 @@ class PagedKvPool:
             tail = self._storage.index(self._table.last_rows(self._table.slots[sequence], count))
         self._storage.key_rows[tail[layer]] = k
         self._storage.value_rows[tail[layer]] = v
+
+    def retract(self, sequence: int, count: int) -> None:
+        """Take back the last `count` tokens: their rows in every layer and head, and their logical positions."""
+        slot = self._table.slots[sequence]
+        assert count <= self._table.lengths[slot].min(), "a head holds fewer rows"
+        self._table.lengths[slot] -= count
+        self._table.logical[slot] -= count
+        self._free(self._table.truncate(slot, self._page_counts(self._table.lengths[slot])))
+        if self.poison:
+            self._storage.poison(self._table.unused_rows(slot))
+        self._forget_placement(sequence)
 
     def drop_front(self, sequence: int, layer: int, rows: int) -> int:
         """Free the leading whole pages of a layer that lie within its first `rows` rows; returns how many pages.

@@ -2,92 +2,26 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from bpkv_trt.config import BpkvConfig, Regime
 from bpkv_trt.core.budget import Budget, ResolvedBudget, resolve
-from bpkv_trt.core.quota import quotas
-from bpkv_trt.core.statistics import ForwardStatistics
+from bpkv_trt.core.quota import Quota, quotas
+from bpkv_trt.core.selection import Selection
 from bpkv_trt.core.traits import ModelTraits
 from bpkv_trt.errors import ConfigError
-from bpkv_trt.policies.base import Policy, Requirement
+from bpkv_trt.policies.base import Policy
 from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.pool.view import SequenceView
 from bpkv_trt.profiling import Trace
+from bpkv_trt.runtime.event import CompactionEvent
+from bpkv_trt.runtime.interfaces import CompactablePool, StatisticsSource
 from bpkv_trt.score_table import ScoreTable
 
 KEEP_ALL = Budget.parse("1")
 STAGES = ("readout", "score", "select", "compact")
-
-
-class CompactablePool(Protocol):
-    """What deciding and applying a compaction needs of a pool, whatever its layout."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where its rows are."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one number in it."""
-
-    def lengths(self, sequence: int) -> NDArray[np.int32]:
-        """[L, Hkv] rows held."""
-
-    def logical_length(self, sequence: int) -> int:
-        """Tokens seen, evicted or not."""
-
-    def view(self, sequence: int) -> SequenceView:
-        """What a policy sees of a sequence now."""
-
-    def bytes_of(self, sequence: int) -> int:
-        """Bytes of the pages that a sequence owns."""
-
-    def apply(self, plan: CompactionPlan) -> int:
-        """Keep only the planned rows; returns the pages freed. StalePlan, with nothing moved, where it does not fit."""
-
-
-class StatisticsSource(Protocol):
-    """The host's side: what it can tell about a sequence, and what it must move when entries go."""
-
-    @property
-    def offers(self) -> frozenset[Requirement]:
-        """What `Policy.requires` may ask of this host."""
-
-    def prompt_ended(self, sequence: int) -> None:
-        """A prompt, or a later turn of one, has been encoded; what comes next is decoded."""
-
-    def collect(self, sequence: int, positions: int, trace: Trace) -> ForwardStatistics:
-        """Statistics at the last `positions` logical positions, with what the policy requires."""
-
-    def compacted(self, sequence: int, plan: CompactionPlan) -> None:
-        """The plan was applied: move all state that belongs to entries."""
-
-
-@dataclass(frozen=True)
-class CompactionEvent:
-    """One compaction, or one that did not happen and why (`note`)."""
-
-    step: int  # generated tokens so far
-    regime: Regime
-    entries_before: int
-    entries_after: int
-    bytes_before: int
-    bytes_after: int
-    pages_freed: int = 0
-    estimated_kl: float | None = None
-    estimated_kl_stage1: float | None = None
-    covered_mass: float | None = None
-    epsilon_relaxed: int = 0
-    rejected: int = 0
-    clamped: bool = False
-    note: str | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -105,7 +39,17 @@ class _Demand:
     budget: ResolvedBudget
     counted: Tensor  # [L, Hkv] rows that the budget counts
     first: int  # the first logical position that may go; the recent window bounds them from above
-    positions: int  # scoring positions
+    positions: int  # scoring positions among the tokens of the sequence
+    lookahead: int = 0  # further ones, drafted
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What a policy selected, and what it was told."""
+
+    selection: Selection
+    covered_mass: float
+    drafted: int
 
 
 class Compactor:
@@ -203,7 +147,8 @@ class Compactor:
     def _prompt_demand(self, sequence: int, regime: Regime, positions: int) -> _Demand:
         budget = self._resolve(self.config.budget, self.pool.logical_length(sequence), self.config.protected)
         counted = torch.from_numpy(self.pool.lengths(sequence))
-        return _Demand(regime, budget, counted, self.config.sinks, min(positions, budget.tokens))
+        positions = min(positions, budget.tokens)
+        return _Demand(regime, budget, counted, self.config.sinks, positions, self.config.lookahead)
 
     def _answer_demand(self, sequence: int) -> _Demand:
         prompt = self.requests[sequence].prompt_length
@@ -226,27 +171,17 @@ class Compactor:
     def _compact(self, sequence: int, demand: _Demand) -> CompactionEvent:
         request = self.requests[sequence]
         request.reported.add(demand.regime)
-        counted = demand.counted.to(self.pool.device)
-        compactable = self.traits.compactable_layers
-        weights = None if self.table is None else self.table.layer_weights
-        shares = self.policy.layer_counts(demand.budget, len(compactable))
-        quota = quotas(demand.budget, self.config.scope, counted, compactable, weights, shares)
+        quota = self._quota(demand)
         reason = self._reason_to_keep_all(demand, int(quota.evict.sum()))
         if reason is not None:
             return self._unchanged(sequence, demand.regime, reason, demand.budget.clamped)
         before, (entries, size) = self.trace.seconds(), self.size_of(sequence)
-        view = self.pool.view(sequence)
-        statistics = self.source.collect(sequence, demand.positions, self.trace)
-        with self.trace.range("score", payload=int(counted.sum())):
-            scores = self._weighted(self.policy.score(statistics, view))
-        eligible = self._eligible(view, demand.first)
-        broken = int((~torch.isfinite(scores[eligible])).sum())
-        if broken:
-            return self._unchanged(sequence, demand.regime, f"not compacted: {broken} scores are NaN or Inf")
-        with self.trace.range("select", payload=int(quota.evict.sum())):
-            selection = self.policy.select(scores, eligible, quota, statistics, view)
+        chosen = self._choose(sequence, demand, quota)
+        if isinstance(chosen, int):
+            return self._unchanged(sequence, demand.regime, f"not compacted: {chosen} scores are NaN or Inf")
         with self.trace.range("compact", payload=int(quota.evict.sum())):
-            plan = CompactionPlan.from_eviction(view, selection.evict)
+            view = self.pool.view(sequence)
+            plan = CompactionPlan.from_eviction(view, chosen.selection.evict[..., : view.lengths.max()])
             pages_freed = self.pool.apply(plan)
             self.source.compacted(sequence, plan)
         entries_after, size_after = self.size_of(sequence)
@@ -258,15 +193,38 @@ class Compactor:
             bytes_before=size,
             bytes_after=size_after,
             pages_freed=pages_freed,
-            estimated_kl=selection.estimated_kl,
-            estimated_kl_stage1=selection.estimated_kl_stage1,
-            covered_mass=float(statistics.covered_mass.mean()),
-            epsilon_relaxed=selection.epsilon_relaxed,
-            rejected=selection.rejected,
+            drafted=chosen.drafted,
+            estimated_kl=chosen.selection.estimated_kl,
+            estimated_kl_stage1=chosen.selection.estimated_kl_stage1,
+            covered_mass=chosen.covered_mass,
+            epsilon_relaxed=chosen.selection.epsilon_relaxed,
+            rejected=chosen.selection.rejected,
             clamped=demand.budget.clamped,
             note=demand.budget.note,
             seconds={stage: self.trace.seconds()[stage] - before[stage] for stage in STAGES},
         )
+
+    def _quota(self, demand: _Demand) -> Quota:
+        compactable = self.traits.compactable_layers
+        weights = None if self.table is None else self.table.layer_weights
+        shares = self.policy.layer_counts(demand.budget, len(compactable))
+        counted = demand.counted.to(self.pool.device)
+        return quotas(demand.budget, self.config.scope, counted, compactable, weights, shares)
+
+    def _choose(self, sequence: int, demand: _Demand, quota: Quota) -> "_Choice | int":
+        """What goes, or how many scores are NaN or Inf. Drafted tokens are scoring positions, and never counted."""
+        with self.source.look_ahead(sequence, demand.lookahead, self.trace) as drafted:
+            view = self.pool.view(sequence)
+            statistics = self.source.collect(sequence, demand.positions + drafted, self.trace)
+            with self.trace.range("score", payload=int(demand.counted.sum())):
+                scores = self._weighted(self.policy.score(statistics, view))
+            eligible = self._eligible(view, demand.first, view.logical_length - drafted - self.config.recent)
+            broken = int((~torch.isfinite(scores[eligible])).sum())
+            if broken:
+                return broken
+            with self.trace.range("select", payload=int(quota.evict.sum())):
+                selection = self.policy.select(scores, eligible, quota, statistics, view)
+        return _Choice(selection, float(statistics.covered_mass.mean()), drafted)
 
     def _reason_to_keep_all(self, demand: _Demand, evicted: int) -> str | None:
         if self.policy.evicts_nothing:
@@ -284,10 +242,10 @@ class Compactor:
         factors = torch.tensor(weights, dtype=scores.dtype, device=scores.device)[..., None]
         return torch.where(scores < 0, scores / factors, scores * factors)  # a small weight always lowers the rank
 
-    def _eligible(self, view: SequenceView, first: int) -> Tensor:
-        """[L, Hkv, T] bool: rows whose logical position is at least `first` and before the recent window."""
+    def _eligible(self, view: SequenceView, first: int, end: int) -> Tensor:
+        """[L, Hkv, T] bool: rows whose logical position is at least `first` and before `end`."""
         positions = view.position_table()
-        eligible = (positions >= first) & (positions < view.logical_length - self.config.recent)
+        eligible = (positions >= first) & (positions < end)
         for layer in self.traits.sliding_layers:
             eligible[layer] = False
         return eligible.to(self.pool.device)

@@ -13,7 +13,8 @@ from bpkv_trt.policies.registry import make_policy, settled
 from bpkv_trt.pool.pool import PagedKvPool
 from bpkv_trt.pool.storage import pages_of
 from bpkv_trt.profiling import Trace
-from bpkv_trt.runtime.compactor import CompactionEvent, Compactor
+from bpkv_trt.runtime.compactor import Compactor
+from bpkv_trt.runtime.event import CompactionEvent
 from bpkv_trt.runtime.repetition import scratch_rows
 from bpkv_trt.runtime.step import Chunk
 from bpkv_trt.runtime.torch_host import TorchHost
@@ -47,7 +48,7 @@ class Engine:
         if table is not None:
             table.check(traits.layers, traits.kv_heads, config.scope)
         self.trace = trace or Trace()
-        self.host = TorchHost(loaded, pool, replayed=max(replayed, config.scoring_positions))
+        self.host = TorchHost(loaded, pool, replayed=max(replayed, config.replayed_positions))
         rules = (policy.running_attention, *rules)
         encoder = loaded.encoder if isinstance(loaded, LoadedModel) else None
         self.statistics = TorchStatistics(self.host, config, policy.requires | observed, rules, encoder)

@@ -39,7 +39,7 @@ def _forward_bytes(loaded: LoadedModel, tokens: int) -> int:
 
 def _exact_scoring_bytes(loaded: LoadedModel, tokens: int, config: BpkvConfig) -> int:
     # One layer's backward holds about five gradients of its attention weights, for all probes at once.
-    return 5 * FP32 * config.probes * config.scoring_positions * loaded.traits.query_heads * tokens
+    return 5 * FP32 * config.probes * config.replayed_positions * loaded.traits.query_heads * tokens
 
 
 def pool_bytes(loaded: LoadedModel, rows: int, page_size: int) -> int:

@@ -42,10 +42,10 @@ def repetitions(encoder: PromptEncoder, context: Sequence[int]) -> list[Repetiti
 def scratch_rows(config: BpkvConfig, encoder: PromptEncoder, turns: Sequence[int]) -> int:
     """Rows per head that scoring takes of the pool and gives back, for a prompt of turns of so many tokens.
 
-    0 where the policy has nothing replayed.
+    Those of the lookahead, or of a copy that a policy has replayed.
     """
     if "replay" not in policy_class(config.policy).requires:
-        return 0
+        return config.lookahead
     context = sum(turns) + config.defer if "deferred" in config.regime else turns[0]
     return context + max(len(each.tokens) for each in repetitions(encoder, [0] * context))
 

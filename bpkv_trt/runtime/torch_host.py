@@ -78,6 +78,12 @@ class TorchHost:
         self.tokens[copy] = list(other.tokens[sequence])
         return copy
 
+    def retract(self, sequence: int, count: int) -> None:
+        """Take back the last `count` tokens of a sequence, at most those that `replay` was promised."""
+        if count:
+            del self.tokens[sequence][-count:]
+            self.pool.retract(sequence, count)
+
     def release(self, sequence: int) -> None:
         """Close a sequence and give its pages back."""
         del self.tokens[sequence]

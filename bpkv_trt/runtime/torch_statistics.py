@@ -1,6 +1,7 @@
 """Forward statistics of a model on the torch host."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -11,10 +12,12 @@ from bpkv_trt.core.statistics import ForwardStatistics, Readout
 from bpkv_trt.core.topk import topk_distribution
 from bpkv_trt.models.modules import inverse_frequencies, rope_can_be_undone
 from bpkv_trt.models.prompt_encoder import PromptEncoder
+from bpkv_trt.models.stop_tokens import stop_tokens
 from bpkv_trt.policies.base import Requirement
 from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.exact_readout import ExactReadout
+from bpkv_trt.runtime.lookahead import draft
 from bpkv_trt.runtime.observers.query_moments import QueryMomentsObserver
 from bpkv_trt.runtime.observers.received_attention import ReceivedAttention
 from bpkv_trt.runtime.repetition import repeated_attention
@@ -38,6 +41,7 @@ class TorchStatistics:
         """
         self.host, self.config, self.requires, self.rules = host, config, requires, tuple(rules)
         self.encoder = encoder
+        self.stop_tokens = stop_tokens(host.model)
         self.received: dict[int, ReceivedAttention] = {}
         self.moments: dict[int, QueryMomentsObserver] = {}
 
@@ -87,6 +91,21 @@ class TorchStatistics:
         """Move what belongs to entries."""
         for observer in self.observers(sequence):
             observer.compacted(plan)
+
+    @contextmanager
+    def look_ahead(self, sequence: int, count: int, trace: Trace) -> Iterator[int]:
+        """Draft up to `count` tokens behind the sequence; they are taken back at the end, also where that is an error.
+
+        Raises PoolExhausted where the pool has no room for them.
+        """
+        before = len(self.host.tokens[sequence])
+        try:
+            if count:
+                with trace.range("readout", payload=count):
+                    draft(self.host, sequence, count, self.stop_tokens)
+            yield len(self.host.tokens[sequence]) - before
+        finally:
+            self.host.retract(sequence, len(self.host.tokens[sequence]) - before)
 
     def collect(self, sequence: int, positions: int, trace: Trace) -> ForwardStatistics:
         """Statistics at the last `positions` logical positions; raises NumericalError where a logit is NaN or Inf."""

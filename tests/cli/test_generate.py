@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bpkv_trt.cli import main
-from bpkv_trt.runtime.compactor import CompactionEvent
+from bpkv_trt.runtime.event import CompactionEvent
 from build_scripts.recall_text import recall_prompt
 from tests.models.small_gguf import small_llama, write_gguf
 

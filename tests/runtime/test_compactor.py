@@ -15,7 +15,8 @@ from bpkv_trt.policies.bpkv import Bpkv
 from bpkv_trt.policies.registry import make_policy, settled
 from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.pool.view import SequenceView
-from bpkv_trt.runtime.compactor import CompactionEvent, Compactor
+from bpkv_trt.runtime.compactor import Compactor
+from bpkv_trt.runtime.event import CompactionEvent
 from bpkv_trt.runtime.generator import Generator
 from bpkv_trt.runtime.sampling import SamplingParams
 from tests.runtime.random_models import COMPACTABLE, SMALL, engine_of, random_tokens, wrapped

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bpkv_trt.pool.plan import CompactionPlan
-from bpkv_trt.runtime.compactor import CompactionEvent
+from bpkv_trt.runtime.event import CompactionEvent
 from bpkv_trt.runtime.engine import Engine
 from tests.runtime.masked_reference import NEVER
 
