@@ -17,8 +17,8 @@ from bpkv_trt.evaluation.trial import Trial, run_trial
 from bpkv_trt.models.loading import LoadedModel
 from bpkv_trt.models.stop_tokens import stop_tokens
 from bpkv_trt.policies.registry import policy_class
-from bpkv_trt.runtime.event import CompactionEvent
 from bpkv_trt.runtime.engine import Engine, make_pool
+from bpkv_trt.runtime.event import CompactionEvent
 from bpkv_trt.runtime.memory import activation_bytes, pool_bytes, require_memory
 from bpkv_trt.runtime.repetition import scratch_rows
 
@@ -76,8 +76,8 @@ def _rows(comparison: Comparison, sample: EncodedSample) -> int:
 
 
 def _further_cache(loaded: LoadedModel, comparison: Comparison, turns: Sequence[int], rows: int) -> int:
-    # Beside the reference, the trial and the full cache that its estimate is held to: the trial's copy that is asked for
-    # the answer, or a scoring pass's own.
+    # Beside the reference, the trial and the full cache that its estimate is held to: the trial's copy that is asked
+    # for the answer, or a scoring pass's own.
     return max(rows, *(scratch_rows(arm.config, loaded.encoder, turns) for arm in comparison.arms))
 
 

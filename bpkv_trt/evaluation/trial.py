@@ -14,8 +14,8 @@ from bpkv_trt.config import BpkvConfig
 from bpkv_trt.evaluation.metrics import Gap, gap_between
 from bpkv_trt.evaluation.reference import Reference, correct_references
 from bpkv_trt.models.loading import LoadedModel
-from bpkv_trt.runtime.event import CompactionEvent
 from bpkv_trt.runtime.engine import Engine
+from bpkv_trt.runtime.event import CompactionEvent
 from bpkv_trt.runtime.lookahead import draft
 from bpkv_trt.runtime.step import Chunk
 

@@ -24,8 +24,8 @@ from bpkv_trt.errors import ConfigError, InputError, ModelError
 from bpkv_trt.models.traits_of import traits_of
 from bpkv_trt.policies.base import Requirement
 from bpkv_trt.policies.registry import policy_class, settled
-from bpkv_trt.runtime.event import CompactionEvent
 from bpkv_trt.runtime.engine import Engine, make_pool
+from bpkv_trt.runtime.event import CompactionEvent
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from typing import Literal
 from torch import Tensor
 
 from bpkv_trt.errors import InputError, PoolExhausted
-from bpkv_trt.runtime.event import CompactionEvent
 from bpkv_trt.runtime.engine import Engine
+from bpkv_trt.runtime.event import CompactionEvent
 from bpkv_trt.runtime.sampling import Sampler, SamplingParams
 
 FinishReason = Literal["length", "stop", "aborted"]

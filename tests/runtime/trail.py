@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from bpkv_trt.pool.plan import CompactionPlan
-from bpkv_trt.runtime.event import CompactionEvent
 from bpkv_trt.runtime.engine import Engine
+from bpkv_trt.runtime.event import CompactionEvent
 from tests.runtime.masked_reference import NEVER
 
 
