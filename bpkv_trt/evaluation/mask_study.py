@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from bpkv_trt.config import BpkvConfig
@@ -120,15 +121,19 @@ def _scores(
         engine.statistics.prompt_ended(sequence)
         if before:
             engine.host.forward([engine.chunk(sequence, before)])
-        judge = _judge(engine, sequence)
-        return {name: _rounded([judge(mask) for mask in draw()]) for name, draw in masks.items()}
+        with engine.statistics.look_ahead(sequence, config.lookahead, engine.trace) as drafted:
+            judge = _judge(engine, sequence, drafted)
+            return {
+                name: _rounded([judge(F.pad(mask, (0, drafted))) for mask in draw()]) for name, draw in masks.items()
+            }
     finally:
         engine.close(sequence)
 
 
-def _judge(engine: Engine, sequence: int) -> Callable[[Tensor], float]:
+def _judge(engine: Engine, sequence: int, drafted: int) -> Callable[[Tensor], float]:
     view, policy = engine.pool.view(sequence), engine.compactor.policy
-    statistics = engine.statistics.collect(sequence, engine.compactor.config.scoring_positions, engine.trace)
+    positions = engine.compactor.config.scoring_positions + drafted
+    statistics = engine.statistics.collect(sequence, positions, engine.trace)
     if statistics.readout is None:
         scores = policy.score(statistics, view).double()
         return lambda mask: float(scores[mask.to(scores.device)].sum())
