@@ -123,9 +123,10 @@ class PagedKvPool:
         self._storage.value_rows[tail[layer]] = v
 
     def retract(self, sequence: int, count: int) -> None:
-        """Take back the last `count` tokens: their rows in every layer and head, and their logical positions."""
-        slot = self._table.slots[sequence]
-        assert count <= self._table.lengths[slot].min(), "a head holds fewer rows"
+        """Take back the last `count` tokens, which every head still holds: their rows and their logical positions."""
+        slot, last = self._table.slots[sequence], self.logical_length(sequence) - count
+        rows = self._storage.index(self._table.last_rows(slot, count))  # [L, Hkv, count]
+        assert bool((self._storage.position_rows[rows[..., :1]] == last).all()), "a head evicted one of these tokens"
         self._table.lengths[slot] -= count
         self._table.logical[slot] -= count
         self._free(self._table.truncate(slot, self._page_counts(self._table.lengths[slot])))

@@ -1,16 +1,17 @@
 """What the pool promises beyond contents: atomicity, exact frees, bytes, contiguity, placement on other page sizes."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
-from torch import Tensor
 
 from bpkv_trt.errors import PoolExhausted, StalePlan
 from bpkv_trt.pool import CompactionPlan, PagedKvPool
+from tests.pool.snapshot import Snapshot
 
 LAYERS, HEADS, WIDTH, PAGE = 3, 2, 4, 8
 
@@ -33,27 +34,6 @@ def keep(pool: PagedKvPool, sequence: int, counts: NDArray[np.int64]) -> Compact
     view = pool.view(sequence)
     rows = torch.arange(int(view.lengths.max()))
     return CompactionPlan.from_eviction(view, rows < torch.from_numpy(view.lengths - counts)[..., None])
-
-
-class Snapshot:
-    """Every byte of a pool that matters."""
-
-    def __init__(self, pool: PagedKvPool) -> None:
-        self.pool, self.before = pool, list(self._state(pool))
-
-    @staticmethod
-    def _state(pool: PagedKvPool) -> Iterator[Tensor]:
-        yield from (pool.keys.view(torch.int32).clone(), pool.values.view(torch.int32).clone())  # bits: NaN == NaN
-        yield from (pool.row_positions.clone(), torch.tensor(pool.free_pages), torch.tensor(pool.sequences))
-        for sequence in pool.sequences:
-            yield from (torch.from_numpy(pool.page_table(sequence)), torch.from_numpy(pool.lengths(sequence)))
-            yield torch.tensor(pool.logical_length(sequence))
-
-    def assert_unchanged(self) -> None:
-        after = list(self._state(self.pool))
-        assert len(after) == len(self.before)
-        assert all(map(torch.equal, after, self.before))
-        self.pool.check_integrity()
 
 
 def test_exhausted_extend_and_fork_change_nothing() -> None:
@@ -260,6 +240,47 @@ def test_a_released_sequence_leaves_no_trace_in_the_next() -> None:
     assert pool.positions(sequence, 0, 0).tolist() == [0, 1, 2]
     with pytest.raises(KeyError):
         pool.heads(aborted, 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kept=st.lists(st.integers(1, 21), min_size=LAYERS * HEADS, max_size=LAYERS * HEADS),
+    chunks=st.lists(st.integers(1, 2 * PAGE + 3), min_size=1, max_size=4),
+    expected_rows=st.sampled_from([0, 21, 100]),
+)
+def test_what_is_retracted_was_never_there(kept: list[int], chunks: list[int], expected_rows: int) -> None:
+    """Ragged heads, beside another sequence; to the bit, poisoned rows, page table and free pages included."""
+    pool = make_pool(pages=200)
+    other, sequence = pool.admit(), pool.admit(expected_rows)
+    fill(pool, sequence, 21)
+    fill(pool, other, 5)
+    pool.apply(keep(pool, sequence, np.array(kept).reshape(LAYERS, HEADS)))
+    snapshot, held = Snapshot(pool), pool.bytes_of(sequence)
+    for count in chunks:
+        fill(pool, sequence, count)
+    pool.check_integrity()
+    pool.retract(sequence, sum(chunks))
+    snapshot.assert_unchanged()
+    assert (pool.bytes_of(sequence), pool.logical_length(sequence)) == (held, 21)
+    fill(pool, sequence, 1)  # and it goes on from there
+    assert all(pool.positions(sequence, *head)[-1] == 21 for head in np.ndindex(LAYERS, HEADS))
+    pool.check_integrity()
+
+
+def test_a_token_that_a_head_evicted_cannot_be_retracted() -> None:
+    pool = make_pool(pages=60)
+    sequence = pool.admit()
+    fill(pool, sequence, 20)
+    view = pool.view(sequence)
+    evict = torch.zeros(LAYERS, HEADS, 20, dtype=torch.bool)
+    evict[1, 1, 18] = True
+    pool.apply(CompactionPlan.from_eviction(view, evict))
+    snapshot = Snapshot(pool)
+    with pytest.raises(AssertionError, match="evicted one of these tokens"):
+        pool.retract(sequence, 2)
+    snapshot.assert_unchanged()
+    pool.retract(sequence, 1)
+    assert pool.logical_length(sequence) == 19 and pool.entries_of(sequence) == 19 * LAYERS * HEADS - 1
 
 
 def test_a_view_does_not_outlive_its_state() -> None:

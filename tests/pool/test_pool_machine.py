@@ -33,9 +33,18 @@ class Reference:
     def pages(self) -> int:
         return sum(-(-len(rows) // PAGE) for rows in self.rows.values())
 
+    @property
+    def latest(self) -> int:
+        """How many of the last tokens every head still holds."""
+        counts = range(min(map(len, self.rows.values())), 0, -1)
+        held = (
+            count for count in counts if all(rows[-count][0] == self.logical - count for rows in self.rows.values())
+        )
+        return next(held, 0)
+
 
 class PoolMachine(RuleBasedStateMachine):
-    """Admit, extend and write, compact, fork, drop, release in any order; everything is compared after every step."""
+    """Admit, extend and write, retract, compact, fork, drop, release in any order, compared after every step."""
 
     pool_class: ClassVar[type[PagedKvPool]] = PagedKvPool
 
@@ -81,6 +90,19 @@ class PoolMachine(RuleBasedStateMachine):
                 new = zip(positions, numbers[0, head].tolist(), numbers[1, head].tolist(), strict=True)
                 reference.rows[layer, head] += new
         reference.logical += count
+
+    @precondition(lambda self: self.reference)
+    @rule(data=st.data(), count=st.integers(1, 12))
+    def retract(self, data: st.DataObject, count: int) -> None:
+        sequence = self.pick(data)
+        reference = self.reference[sequence]
+        if count > reference.latest:
+            with pytest.raises(AssertionError, match="more rows than a head holds|a head evicted one of these tokens"):
+                self.pool.retract(sequence, count)
+            return
+        self.pool.retract(sequence, count)
+        reference.rows = {head: rows[:-count] for head, rows in reference.rows.items()}
+        reference.logical -= count
 
     @precondition(lambda self: any(reference.logical for reference in self.reference.values()))
     @rule(data=st.data())
@@ -199,6 +221,23 @@ class StaleLength(PagedKvPool):
         return freed
 
 
+class PagesStay(PagedKvPool):
+    """Takes rows back and keeps the pages that they filled."""
+
+    def retract(self, sequence: int, count: int) -> None:
+        slot, pages = self._table.slots[sequence], self.page_table(sequence)
+        super().retract(sequence, count)
+        self._table.pages[slot, :, :, : pages.shape[-1]] = pages
+
+
+class RetractedStays(PagedKvPool):
+    """Takes rows back and not their logical positions."""
+
+    def retract(self, sequence: int, count: int) -> None:
+        super().retract(sequence, count)
+        self._table.logical[self._table.slots[sequence]] += count
+
+
 class PositionsStay(PagedKvPool):
     def apply(self, plan: CompactionPlan) -> int:
         positions = self.row_positions.clone()
@@ -239,6 +278,8 @@ class DescendingTiles(PagedKvPool):
         PageTooMany,
         PageTooFew,
         StaleLength,
+        PagesStay,
+        RetractedStays,
         PositionsStay,
         StaleView,
         DescendingTiles,
