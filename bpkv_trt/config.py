@@ -151,7 +151,12 @@ class BpkvConfig(BaseModel):
     @property
     def replayed_positions(self) -> int:
         """The most tokens that a host is asked to run again: the scoring positions, drafted ones included."""
-        return self.scoring_positions + self.lookahead
+        return self.scoring_positions + self.drafted
+
+    @property
+    def drafted(self) -> int:
+        """The most tokens drafted before a compaction; an answer's does not look ahead."""
+        return 0 if self.regime == ("generation",) else self.lookahead
 
     @property
     def protected(self) -> int:
@@ -181,8 +186,11 @@ class BpkvConfig(BaseModel):
             raise ConfigError(f"In the configuration {path}: {error}") from None
 
     def to_yaml(self) -> str:
-        """YAML that `from_yaml` reads back to an equal configuration."""
-        return str(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False))
+        """YAML that `from_yaml` reads back to an equal configuration: the options that were given.
+
+        The others are left out, since a policy or a preset may settle what was not given.
+        """
+        return str(yaml.safe_dump(self.model_dump(mode="json", exclude_unset=True), sort_keys=False))
 
 
 def _paragraph(error: ValidationError) -> str:

@@ -11,14 +11,15 @@ from bpkv_trt.evaluation.verify import verify
 from bpkv_trt.models.loading import LoadedModel, load_model
 from bpkv_trt.models.placement import device_of, dtype_of
 from bpkv_trt.models.stop_tokens import stop_tokens
+from bpkv_trt.policies.registry import settled
 from bpkv_trt.profiling import Trace
 from bpkv_trt.progress import Progress
 from bpkv_trt.request import GenerateRequest
 from bpkv_trt.runtime.engine import Engine, make_pool
 from bpkv_trt.runtime.generator import Generator, Request
 from bpkv_trt.runtime.memory import activation_bytes, pool_bytes, require_memory
-from bpkv_trt.runtime.repetition import scratch_rows
 from bpkv_trt.runtime.sampling import SamplingParams
+from bpkv_trt.runtime.scratch import scratch_rows
 
 Turns = Sequence[Sequence[int]]
 
@@ -69,13 +70,13 @@ def _engine(loaded: LoadedModel, request: GenerateRequest, turns: Turns, trace: 
     prompt = sum(map(len, turns))
     rows = prompt + request.max_new_tokens
     caches = 2 if request.verify else 1  # the full cache stands beside the compacted one
-    page_size = request.config.page_size
-    scratch = scratch_rows(request.config, loaded.encoder, [len(turn) for turn in turns])
-    cache = caches * pool_bytes(loaded, rows, page_size) + pool_bytes(loaded, scratch, page_size)
-    needed = cache + activation_bytes(loaded, prompt, request.config)
+    config = settled(request.config)
+    scratch = scratch_rows(config, loaded.encoder, [len(turn) for turn in turns])
+    cache = caches * pool_bytes(loaded, rows, config.page_size) + pool_bytes(loaded, scratch, config.page_size)
+    needed = cache + activation_bytes(loaded, prompt, config)
     require_memory(needed, loaded.model.device, request.memory_limit)
-    pool = make_pool(loaded, rows, page_size, caches=caches, scratch=scratch)
-    return Engine(loaded, request.config, pool, trace)
+    pool = make_pool(loaded, rows, config.page_size, caches=caches, scratch=scratch)
+    return Engine(loaded, config, pool, trace)
 
 
 def _answer(engine: Engine, turns: Turns, sampling: SamplingParams, progress: Progress) -> Request:

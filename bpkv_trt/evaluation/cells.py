@@ -20,7 +20,7 @@ from bpkv_trt.policies.registry import policy_class
 from bpkv_trt.runtime.engine import Engine, make_pool
 from bpkv_trt.runtime.event import CompactionEvent
 from bpkv_trt.runtime.memory import activation_bytes, pool_bytes, require_memory
-from bpkv_trt.runtime.repetition import scratch_rows
+from bpkv_trt.runtime.scratch import scratch_rows
 
 Record = dict[str, Any]  # JSON: of one sample
 

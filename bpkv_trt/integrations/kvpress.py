@@ -26,6 +26,7 @@ from bpkv_trt.policies.base import Requirement
 from bpkv_trt.policies.registry import policy_class, settled
 from bpkv_trt.runtime.engine import Engine, make_pool
 from bpkv_trt.runtime.event import CompactionEvent
+from bpkv_trt.runtime.scratch import scratch_rows
 
 logger = logging.getLogger(__name__)
 
@@ -44,18 +45,19 @@ class BpkvPress(BasePress):  # type: ignore[misc]
     """Keeps the entries without which the next-token distribution at the end of the context would change most.
 
     Acts once, after the whole prefill and not layer by layer, since an entry is judged by what it does to the logits:
-    the cache is copied into a paged pool, the last positions are run again over it, and the cache is cut to the rows
-    that the policy keeps. While that lasts, K and V exist twice. Heads of a layer keep different rows, all heads of all
-    layers equally many, which is what a DynamicCache can hold: kvpress's count, int(T (1 - compression_ratio)), never
-    below the protected tokens. Kept rows stay in the order of their positions.
+    the cache is copied into a paged pool, up to `lookahead` tokens are drafted behind it, they and the last positions
+    are run again over it, and the cache is cut to the rows that the policy keeps. While that lasts, K and V exist
+    twice. Heads of a layer keep different rows, all heads of all layers equally many, which is what a DynamicCache can
+    hold: kvpress's count, int(T (1 - compression_ratio)), never below the protected tokens. Kept rows stay in the
+    order of their positions.
 
     Parameters
     ----------
     compression_ratio : float, default=0.0
         Share of the entries that goes, in [0, 1).
     **options
-        Options of `BpkvConfig`: policy, readout, positions, sinks, recent, epsilon, refine and others. ConfigError for
-        those that a press settles (scope, regime, budgets, layer table) and for policies that it cannot serve.
+        Options of `BpkvConfig`: policy, preset, readout, lookahead, positions, sinks, recent and others. ConfigError
+        for those that a press settles (scope, regime, budgets, layer table) and for policies that it cannot serve.
 
     `events` holds what was done, one CompactionEvent for every row of the latest batch.
     """
@@ -119,7 +121,8 @@ class BpkvPress(BasePress):  # type: ignore[misc]
         config = self.config.replace(budget=f"{self._count(length)}t")
         kept, self.events = [], []
         with _attention_restored(pressed.model):
-            engine = Engine(pressed, config, make_pool(pressed, length, config.page_size))
+            scratch = scratch_rows(config, None, [length])
+            engine = Engine(pressed, config, make_pool(pressed, length, config.page_size, scratch=scratch))
             for row, row_tokens in enumerate(tokens.tolist()):
                 sequence = engine.open(length)
                 _copy_rows(engine, sequence, row_tokens, [(k[row], v[row]) for k, v in layers])

@@ -36,7 +36,9 @@ class Bpkv(Policy):
     )
 
     def score(self, statistics: ForwardStatistics, view: SequenceView) -> Tensor:
-        return neighbour_mean(score_entries(statistics, view, self.traits), self.config.pooling)
+        # in float64: the largest finite scores, of entries that are all that a head attends to, add up to no infinity
+        scores = score_entries(statistics, view, self.traits).double()
+        return neighbour_mean(scores, self.config.pooling).float()
 
     def select(
         self, scores: Tensor, eligible: Tensor, quota: Quota, statistics: ForwardStatistics, view: SequenceView

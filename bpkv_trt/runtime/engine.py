@@ -8,6 +8,7 @@ from torch import Tensor
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.running_attention import RunningAttention
 from bpkv_trt.models.loading import HostedModel, LoadedModel
+from bpkv_trt.models.stop_tokens import stop_tokens
 from bpkv_trt.policies.base import Requirement
 from bpkv_trt.policies.registry import make_policy, settled
 from bpkv_trt.pool.pool import PagedKvPool
@@ -15,7 +16,7 @@ from bpkv_trt.pool.storage import pages_of
 from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.compactor import Compactor
 from bpkv_trt.runtime.event import CompactionEvent
-from bpkv_trt.runtime.repetition import scratch_rows
+from bpkv_trt.runtime.scratch import scratch_rows
 from bpkv_trt.runtime.step import Chunk
 from bpkv_trt.runtime.torch_host import TorchHost
 from bpkv_trt.runtime.torch_statistics import TorchStatistics
@@ -50,8 +51,9 @@ class Engine:
         self.trace = trace or Trace()
         self.host = TorchHost(loaded, pool, replayed=max(replayed, config.replayed_positions))
         rules = (policy.running_attention, *rules)
-        encoder = loaded.encoder if isinstance(loaded, LoadedModel) else None
-        self.statistics = TorchStatistics(self.host, config, policy.requires | observed, rules, encoder)
+        encoder, tokenizer = (loaded.encoder, loaded.tokenizer) if isinstance(loaded, LoadedModel) else (None, None)
+        ends = stop_tokens(loaded.model, tokenizer)
+        self.statistics = TorchStatistics(self.host, config, policy.requires | observed, rules, encoder, ends)
         self.compactor = Compactor(config, policy, traits, pool, self.statistics, table, self.trace)
 
     @property
@@ -117,8 +119,7 @@ class Engine:
 
     def scratch_pages(self, turns: Sequence[int]) -> int:
         """Pages that a compaction takes and gives back, for a prompt of turns of so many tokens."""
-        encoder = self.statistics.encoder
-        return 0 if encoder is None else self.pool.pages_for(scratch_rows(self.compactor.config, encoder, turns))
+        return self.pool.pages_for(scratch_rows(self.compactor.config, self.statistics.encoder, turns))
 
     def chunk(self, sequence: int, tokens: Sequence[int]) -> Chunk:
         """The next tokens of a sequence, with whatever must see them pass."""
@@ -130,7 +131,7 @@ def make_pool(
 ) -> PagedKvPool:
     """A pool for `caches` sequences of `rows` rows in every layer and head, in the model's dtype and on its device.
 
-    `scratch`: rows of one further sequence, as `scratch_rows` counts them for policies that have one replayed.
+    `scratch`: further rows, as `scratch_rows` counts them for what a compaction takes and gives back.
     """
     traits, parameter = loaded.traits, next(loaded.model.parameters())
     return PagedKvPool(

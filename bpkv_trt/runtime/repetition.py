@@ -6,10 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import PoolExhausted
 from bpkv_trt.models.prompt_encoder import PromptEncoder
-from bpkv_trt.policies.registry import policy_class
 from bpkv_trt.runtime.observers.repeated_attention import RepeatedAttention
 from bpkv_trt.runtime.step import Chunk
 from bpkv_trt.runtime.torch_host import TorchHost
@@ -37,17 +35,6 @@ def repetitions(encoder: PromptEncoder, context: Sequence[int]) -> list[Repetiti
         instruction = encoder.encode_further(FROM_A_PART if start else FROM_THE_START)
         result.append(Repetition(part, [*instruction, *lead, *answer, *context[part.start : part.stop]]))
     return result
-
-
-def scratch_rows(config: BpkvConfig, encoder: PromptEncoder, turns: Sequence[int]) -> int:
-    """Rows per head that scoring takes of the pool and gives back, for a prompt of turns of so many tokens.
-
-    Those of the lookahead, or of a copy that a policy has replayed.
-    """
-    if "replay" not in policy_class(config.policy).requires:
-        return config.lookahead
-    context = sum(turns) + config.defer if "deferred" in config.regime else turns[0]
-    return context + max(len(each.tokens) for each in repetitions(encoder, [0] * context))
 
 
 def repeated_attention(host: TorchHost, encoder: PromptEncoder, sequence: int, sinks: int) -> Tensor:

@@ -12,7 +12,6 @@ from bpkv_trt.core.statistics import ForwardStatistics, Readout
 from bpkv_trt.core.topk import topk_distribution
 from bpkv_trt.models.modules import inverse_frequencies, rope_can_be_undone
 from bpkv_trt.models.prompt_encoder import PromptEncoder
-from bpkv_trt.models.stop_tokens import stop_tokens
 from bpkv_trt.policies.base import Requirement
 from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.profiling import Trace
@@ -35,13 +34,14 @@ class TorchStatistics:
         requires: frozenset[Requirement],
         rules: Sequence[RunningAttention] = (RunningAttention(),),
         encoder: PromptEncoder | None = None,
+        stop_tokens: frozenset[int] = frozenset(),
     ) -> None:
         """`rules` of received attention: the policy's own, which `collect` reports, then those that others adopt.
-        `encoder`: without the model's tokenizer nothing can be replayed.
+        `encoder`: without the model's tokenizer nothing can be replayed. `stop_tokens`: a draft ends before them.
         """
         self.host, self.config, self.requires, self.rules = host, config, requires, tuple(rules)
         self.encoder = encoder
-        self.stop_tokens = stop_tokens(host.model)
+        self.stop_tokens = stop_tokens
         self.received: dict[int, ReceivedAttention] = {}
         self.moments: dict[int, QueryMomentsObserver] = {}
 

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.models.loading import load_model
+from bpkv_trt.policies.registry import settled
 from bpkv_trt.runtime import repetition
 from bpkv_trt.runtime.engine import Engine, make_pool
-from bpkv_trt.runtime.repetition import scratch_rows
+from bpkv_trt.runtime.scratch import scratch_rows
 from build_scripts.recall_text import recall_prompt
 
 kvpress = pytest.importorskip("kvpress", reason="pip install 'bpkv-trt[kvpress]'", exc_type=ImportError)
@@ -58,7 +59,7 @@ def test_scores_and_kept_entries_are_the_same(plain: str, length: int, monkeypat
     tokens = loaded.encoder.encode_raw(recall_prompt(1, 400)[0])[:length]
     truth = press_scores(plain, tokens, monkeypatch)
     options: dict[str, Any] = {"regime": "prefill", "budget": "0.5", "recent": 1, "positions": 1}
-    config = BpkvConfig(policy="kvzip", **options)
+    config = settled(BpkvConfig(policy="kvzip", **options))
     scratch = scratch_rows(config, loaded.encoder, [length])
     engine = Engine(loaded, config, make_pool(loaded, length, 8, scratch=scratch, poison=True))
     sequence = engine.open()

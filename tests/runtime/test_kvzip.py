@@ -9,11 +9,13 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import ConfigError, PoolExhausted
+from bpkv_trt.policies.registry import settled
 from bpkv_trt.runtime import repetition
 from bpkv_trt.runtime.engine import Engine, make_pool
 from bpkv_trt.runtime.generator import Generator
-from bpkv_trt.runtime.repetition import repeated_attention, repetitions, scratch_rows
+from bpkv_trt.runtime.repetition import repeated_attention, repetitions
 from bpkv_trt.runtime.sampling import SamplingParams
+from bpkv_trt.runtime.scratch import scratch_rows
 from tests.runtime.conftest import ASSETS, MakeEngine, loaded, prompt_tokens
 from tests.runtime.random_models import engine_of
 from tests.runtime.trail import follow, keep
@@ -143,7 +145,7 @@ def test_without_room_for_the_copy_nothing_is_run_and_the_request_is_whole() -> 
 def test_the_generator_keeps_room_for_one_copy(regime: str) -> None:
     prompts = [prompt_tokens("tiny-llama", seed, LENGTH) for seed in (1, 2, 3)]
     longest = max(map(len, prompts))
-    config = BpkvConfig(**{**OPTIONS, "regime": regime})
+    config = settled(BpkvConfig(**{**OPTIONS, "regime": regime}))
     scratch = scratch_rows(config, loaded("tiny-llama").encoder, [longest])
     with pytest.raises(PoolExhausted, match="the pool has"):
         Generator(small_engine(longest + 12, 0, regime=regime)).add([prompts[0]], SamplingParams(max_new_tokens=12))
@@ -158,17 +160,19 @@ def test_the_generator_keeps_room_for_one_copy(regime: str) -> None:
     engine.pool.check_integrity()
 
 
-def test_scratch_is_what_a_copy_takes_and_nothing_for_others() -> None:
+def test_scratch_is_what_a_copy_or_a_draft_takes_and_nothing_for_others() -> None:
     encoder = loaded("tiny-llama").encoder
 
     def rows(*turns: int, **options: Any) -> int:
-        return scratch_rows(BpkvConfig(**{**OPTIONS, **options}), encoder, turns)
+        return scratch_rows(settled(BpkvConfig(**{**OPTIONS, **options})), encoder, turns)
 
     (whole,) = repetitions(encoder, [0] * 100)
     assert rows(100) == rows(100, 50) == 100 + len(whole.tokens)
     assert rows(100, regime="deferred", defer=8) == 108 + len(whole.tokens) + 8
     assert rows(5000) == 5000 + max(len(each.tokens) for each in repetitions(encoder, [0] * 5000))
-    assert rows(5000, policy="snapkv") == 0
+    assert rows(5000, policy="snapkv") == rows(5000, policy="full", lookahead=8) == 0
+    assert rows(5000, policy="snapkv", lookahead=8) == 8 and rows(5000, policy="bpkv") == 32
+    assert rows(5000, policy="bpkv", regime="deferred") == 32 and rows(5000, policy="bpkv", regime="generation") == 0
 
 
 def test_a_model_without_a_tokenizer_cannot_repeat() -> None:
