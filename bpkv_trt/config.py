@@ -92,7 +92,11 @@ class BpkvConfig(BaseModel):
     # Each costs a share of one backward; over 40 positions two make 80, whose mean is steady enough to rank by.
     probes: int = Field(2, ge=1, description="random probes of the exact readout")
     # An answer that is found is read on: the rows beside a wanted one are wanted next.
-    pooling: int = Field(3, ge=1, le=63, description="neighbouring rows over which scores are averaged, odd; 1: none")
+    pooling: int = Field(5, ge=1, le=63, description="neighbouring rows over which scores are averaged, odd; 1: none")
+    # A draft may take another turn than the answer; what the latest tokens attend to is the best other guess.
+    safeguard: float = Field(
+        0.5, ge=0, le=1, description="share of its even part that every head keeps by the latest attention alone"
+    )
     # An eviction that leaves a head less than 2 % of its attention is outside the first-order formula.
     epsilon: float = Field(0.02, gt=0, lt=1, description="least share of its attention that an eviction leaves a head")
     # The evictions next to the boundary are the ones whose interactions change the outcome.

@@ -53,6 +53,7 @@ class ForwardStatistics:
     topk_p: Tensor  # [M, K] fp32, renormalised over the top K
     covered_mass: Tensor  # [M] fp32, what the top K hold of the full distribution
     positions: Tensor  # [M] int64, logical
+    drafted: int = 0  # how many of the positions, the last ones, are a draft that will be taken back
     readout: Readout | None = None
     received_attention: Tensor | None = None  # [L, Hkv, T] fp32, by the policy's `running_attention`
     replay_attention: Tensor | None = None  # [L, Hkv, T] fp32, the most received while the context was repeated

@@ -133,7 +133,7 @@ def _scores(
 def _judge(engine: Engine, sequence: int, drafted: int) -> Callable[[Tensor], float]:
     view, policy = engine.pool.view(sequence), engine.compactor.policy
     positions = engine.compactor.config.scoring_positions + drafted
-    statistics = engine.statistics.collect(sequence, positions, engine.trace)
+    statistics = engine.statistics.collect(sequence, positions, engine.trace, drafted)
     if statistics.readout is None:
         scores = policy.score(statistics, view).double()
         return lambda mask: float(scores[mask.to(scores.device)].sum())

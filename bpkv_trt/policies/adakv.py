@@ -2,12 +2,12 @@
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from bpkv_trt.core.budget import Scope
 from bpkv_trt.core.quota import Quota
-from bpkv_trt.core.selection import Selection, lowest_in_units, lowest_scores
+from bpkv_trt.core.safeguard import secured
+from bpkv_trt.core.selection import Selection, lowest_scores
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.policies.observation_window import ObservationWindowPolicy
 from bpkv_trt.pool.view import SequenceView
@@ -31,13 +31,4 @@ class AdaKv(ObservationWindowPolicy):
     def select(
         self, scores: Tensor, eligible: Tensor, quota: Quota, statistics: ForwardStatistics, view: SequenceView
     ) -> Selection:
-        head = torch.arange(quota.unit.numel(), device=quota.unit.device).view_as(quota.unit)
-        secured = lowest_in_units(-scores, eligible, head, self._safeguard(eligible, quota).flatten())
-        return lowest_scores(scores, eligible & ~secured, quota)
-
-    @staticmethod
-    def _safeguard(eligible: Tensor, quota: Quota) -> Tensor:
-        """[L, Hkv] eligible entries that every head keeps whatever their scores."""
-        heads = quota.unit.shape[1]
-        safe = (ALPHA * (quota.keep() // heads)).long()[quota.unit.clamp(min=0)]  # of the layer, by head
-        return (safe - quota.protected(eligible)).clamp(min=0)
+        return lowest_scores(scores, eligible & ~secured(scores, eligible, quota, ALPHA), quota)

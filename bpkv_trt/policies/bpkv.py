@@ -4,16 +4,29 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from bpkv_trt.core.evidence import EvidenceSource, score_entries
 from bpkv_trt.core.pooling import neighbour_mean
 from bpkv_trt.core.quota import Quota
+from bpkv_trt.core.safeguard import secured
 from bpkv_trt.core.selection import Selection
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.core.two_stage import two_stage
 from bpkv_trt.policies.base import Policy, Requirement
+from bpkv_trt.policies.headwise import HeadwisePolicy
+from bpkv_trt.policies.observation_window import pooled_attention
 from bpkv_trt.pool.view import SequenceView
+
+
+class Latest(HeadwisePolicy):
+    """SnapKV's score by the sequence's own latest tokens; drafted ones have no say."""
+
+    def score_head(self, statistics: ForwardStatistics, view: SequenceView, layer: int, head: int) -> Tensor:
+        a = EvidenceSource(statistics, view, self.traits).attention(layer, head).a  # [G, M, n]
+        own = slice(None, -statistics.drafted or None)
+        return F.pad(pooled_attention(a[:, own, own]), (0, statistics.drafted))
 
 
 class Bpkv(Policy):
@@ -24,7 +37,8 @@ class Bpkv(Policy):
     Source: arXiv:2610.06479; the preset `paper` is that form, with what its description leaves open chosen by us.
     Ours: what a prompt's entries are needed for shows in the answer, so up to 32 tokens of it are drafted, greedily and
     on the full cache, and their distributions preserved as well; the readout is the exact Jacobian (2 Fisher probes);
-    scores are averaged over 3 neighbouring rows.
+    scores are averaged over 5 neighbouring rows; and since a draft may take another turn than the answer, every head
+    first keeps half of its even part by what the latest tokens attend to (SnapKV's score).
     """
 
     name: ClassVar[str] = "bpkv"
@@ -32,7 +46,7 @@ class Bpkv(Policy):
     requires: ClassVar[frozenset[Requirement]] = frozenset({"last_queries", "readout"})
     looks_ahead: ClassVar[bool] = True
     published: ClassVar[Mapping[str, object]] = MappingProxyType(
-        {"readout": "direct", "positions": 32, "top_k": 64, "lookahead": 0, "pooling": 1}
+        {"readout": "direct", "positions": 32, "top_k": 64, "lookahead": 0, "pooling": 1, "safeguard": 0.0}
     )
 
     def score(self, statistics: ForwardStatistics, view: SequenceView) -> Tensor:
@@ -45,4 +59,7 @@ class Bpkv(Policy):
     ) -> Selection:
         assert statistics.readout is not None, "the host was not asked for a readout"
         source, divergence = EvidenceSource(statistics, view, self.traits), statistics.readout.divergence
+        if self.config.safeguard:
+            attention = Latest(self.config, self.traits).score(statistics, view)
+            eligible = eligible & ~secured(attention, eligible, quota, self.config.safeguard)
         return two_stage(scores, eligible, quota, source, divergence, self.config.epsilon, self.config.refine)

@@ -30,7 +30,15 @@ class ObservationWindowPolicy(HeadwisePolicy):
     scopes: ClassVar[tuple[Scope, ...]] = ("head", "layer", "global")
 
     def score_head(self, statistics: ForwardStatistics, view: SequenceView, layer: int, head: int) -> Tensor:
-        weights = EvidenceSource(statistics, view, self.traits).attention(layer, head).a  # [G, M, n]
-        window = weights.shape[1]
-        observed = weights[..., :-window].mean(dim=(0, 1))  # [n - M]
-        return F.pad(neighbour_mean(observed, KERNEL), (0, window), value=1.0)  # no mean of attention weights exceeds 1
+        a = EvidenceSource(statistics, view, self.traits).attention(layer, head).a
+        return pooled_attention(a)
+
+
+def pooled_attention(a: Tensor) -> Tensor:
+    """a [G, M, n], attention of a head from the window that its last M rows are -> [n]: mean, averaged over neighbours.
+
+    The window's own rows are left out of the average and rank above all: no mean of attention weights exceeds 1.
+    """
+    window = a.shape[1]
+    observed = a[..., :-window].mean(dim=(0, 1))  # [n - M]
+    return F.pad(neighbour_mean(observed, KERNEL), (0, window), value=1.0)

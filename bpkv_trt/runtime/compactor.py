@@ -215,7 +215,7 @@ class Compactor:
         """What goes, or how many scores are NaN or Inf. Drafted tokens are scoring positions, and never counted."""
         with self.source.look_ahead(sequence, demand.lookahead, self.trace) as drafted:
             view = self.pool.view(sequence)
-            statistics = self.source.collect(sequence, demand.positions + drafted, self.trace)
+            statistics = self.source.collect(sequence, demand.positions + drafted, self.trace, drafted)
             with self.trace.range("score", payload=int(demand.counted.sum())):
                 scores = self._weighted(self.policy.score(statistics, view))
             eligible = self._eligible(view, demand.first, view.logical_length - drafted - self.config.recent)

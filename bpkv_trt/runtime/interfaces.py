@@ -57,8 +57,8 @@ class StatisticsSource(Protocol):
         Meanwhile they belong to it: to its view, its lengths and what `collect` sees.
         """
 
-    def collect(self, sequence: int, positions: int, trace: Trace) -> ForwardStatistics:
-        """Statistics at the last `positions` logical positions, with what the policy requires."""
+    def collect(self, sequence: int, positions: int, trace: Trace, drafted: int = 0) -> ForwardStatistics:
+        """Statistics at the last `positions` positions, the `drafted` included, with what the policy requires."""
 
     def compacted(self, sequence: int, plan: CompactionPlan) -> None:
         """The plan was applied: move all state that belongs to entries."""

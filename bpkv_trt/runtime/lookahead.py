@@ -16,5 +16,5 @@ def draft(host: TorchHost, sequence: int, count: int, stop_tokens: frozenset[int
         token = int(logits[0].argmax())
         if token in stop_tokens:
             return drafted
-        logits = host.forward([Chunk(sequence, [token])])
+        logits = host.forward([Chunk(sequence, [token])], drafting=True)
     return count

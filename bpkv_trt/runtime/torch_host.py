@@ -90,10 +90,11 @@ class TorchHost:
         self.pool.release(sequence)
 
     @torch.no_grad()
-    def forward(self, chunks: Sequence[Chunk], *, every_token: bool = False) -> Tensor:
+    def forward(self, chunks: Sequence[Chunk], *, every_token: bool = False, drafting: bool = False) -> Tensor:
         """Append the chunks' tokens to their sequences and return the next-token logits [B, V] fp32.
 
-        With `every_token` those after each of the N packed tokens, [N, V].
+        With `every_token` those after each of the N packed tokens, [N, V]. With `drafting` sliding-window layers drop
+        nothing, so that `retract` leaves the sequences as they were.
 
         Pages for the whole batch are taken before anything runs: PoolExhausted leaves every sequence as it was.
         Raises NumericalError where a logit is NaN or Inf.
@@ -111,7 +112,8 @@ class TorchHost:
         needs_rope = any(observer.needs_rope for chunk in chunks for observer in chunk.observers)
         with _rope_kept(self.model, step) if needs_rope else nullcontext():
             logits = self._run(step, [token for chunk in chunks for token in chunk.tokens], torch.cat(positions), keep)
-        self._drop_outside_window([chunk.sequence for chunk in chunks])
+        if not drafting:
+            self._drop_outside_window([chunk.sequence for chunk in chunks])
         return _finite(logits)
 
     @torch.no_grad()

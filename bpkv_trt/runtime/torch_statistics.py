@@ -107,8 +107,11 @@ class TorchStatistics:
         finally:
             self.host.retract(sequence, len(self.host.tokens[sequence]) - before)
 
-    def collect(self, sequence: int, positions: int, trace: Trace) -> ForwardStatistics:
-        """Statistics at the last `positions` logical positions; raises NumericalError where a logit is NaN or Inf."""
+    def collect(self, sequence: int, positions: int, trace: Trace, drafted: int = 0) -> ForwardStatistics:
+        """Statistics at the last `positions` logical positions, of which the last `drafted` are a draft.
+
+        Raises NumericalError where a logit is NaN or Inf.
+        """
         with trace.range("readout", payload=positions):
             replay = self.host.replay(sequence, positions)
             ids, p, covered = topk_distribution(replay.logits, self.config.top_k, self.host.traits.vocabulary)
@@ -121,6 +124,7 @@ class TorchStatistics:
                 topk_p=p,
                 covered_mass=covered,
                 positions=replay.positions,
+                drafted=drafted,
                 readout=self._readout(sequence, replay, ids, p) if "readout" in self.requires else None,
                 received_attention=None if received is None else received.result(self.rules[0]),
                 replay_attention=self._replayed(sequence),

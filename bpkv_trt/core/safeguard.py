@@ -1,0 +1,20 @@
+"""What every head keeps for its own sake before heads compete."""
+
+import torch
+from torch import Tensor
+
+from bpkv_trt.core.quota import Quota
+from bpkv_trt.core.selection import lowest_in_units
+
+
+def secured(scores: Tensor, eligible: Tensor, quota: Quota, share: float) -> Tensor:
+    """The highest scores of every head, as many as it takes for the head to keep floor(share x its even part).
+
+    scores, eligible [L, Hkv, T]; a head's even part is what its unit keeps over the unit's heads, and protected rows
+    count. Returns [L, Hkv, T] bool. With a share of at most 1 what is left is enough for the quota.
+    """
+    unit = quota.unit
+    heads = torch.bincount(unit[unit >= 0], minlength=quota.evict.shape[0])
+    safe = (share * (quota.keep() // heads.clamp(min=1))).long()[unit.clamp(min=0)]  # [L, Hkv]
+    head = torch.arange(unit.numel(), device=unit.device).view_as(unit)
+    return lowest_in_units(-scores, eligible, head, (safe - quota.protected(eligible)).clamp(min=0).flatten())
