@@ -8,6 +8,7 @@ from torch import Tensor
 from bpkv_trt.core.divergence import Divergence
 
 TILE_ELEMENTS = 2**19  # of the projected tile [G, t, M, C]: 2 MiB, about one core's cache
+SMALLEST_TILE = 64  # rows
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def singleton_scores(a: Tensor, c: Tensor, v: Tensor, g: Tensor, divergence: Div
     sole = a == 1
     weights = torch.where(sole, 0.0, a / (1 - a)).permute(0, 2, 1).unsqueeze(-1)  # [G, T, M, 1]
     scores = torch.empty(rows, dtype=torch.float32, device=a.device)
-    tile = max(64, TILE_ELEMENTS // (group * positions * width))
+    tile = max(SMALLEST_TILE, TILE_ELEMENTS // (group * positions * width))
     for start in range(0, rows, tile):
         span = slice(start, min(start + tile, rows))
         shift = a.new_zeros(values[span].shape[0], positions, width)

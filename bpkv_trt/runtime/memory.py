@@ -3,9 +3,11 @@
 import torch
 
 from bpkv_trt.config import BpkvConfig
+from bpkv_trt.core.deletion import SMALLEST_TILE, TILE_ELEMENTS
 from bpkv_trt.errors import InputError
 from bpkv_trt.host_memory import free_host_bytes
 from bpkv_trt.models.loading import LoadedModel
+from bpkv_trt.policies.registry import policy_class
 from bpkv_trt.pool.storage import pages_of
 from bpkv_trt.runtime.attention import QUERY_BLOCK
 
@@ -15,10 +17,9 @@ FP32, INT64 = 4, 8  # bytes
 def activation_bytes(loaded: LoadedModel, tokens: int, config: BpkvConfig) -> int:
     """An upper estimate of what a run over `tokens` tokens holds at once, beside weights and cache.
 
-    The prompt's forward and the scoring after it follow one another, so the larger of them counts.
+    The prompt's forward and the scoring after it follow one another, so the larger of them counts. `config` is settled.
     """
-    scoring = _exact_scoring_bytes(loaded, tokens, config) if config.readout == "exact" else 0
-    return max(_forward_bytes(loaded, tokens), scoring)
+    return max(_forward_bytes(loaded, tokens), _scoring_bytes(loaded, tokens, config))
 
 
 def _forward_bytes(loaded: LoadedModel, tokens: int) -> int:
@@ -37,9 +38,25 @@ def _forward_bytes(loaded: LoadedModel, tokens: int) -> int:
     return tokens * (per_token + weights) + logits
 
 
-def _exact_scoring_bytes(loaded: LoadedModel, tokens: int, config: BpkvConfig) -> int:
-    # One layer's backward holds about five gradients of its attention weights, for all probes at once.
-    return 5 * FP32 * config.probes * config.replayed_positions * loaded.traits.query_heads * tokens
+def _scoring_bytes(loaded: LoadedModel, tokens: int, config: BpkvConfig) -> int:
+    """What is held all along, and the widest of replay, readout, scores and refinement; as fp32, M scoring positions.
+
+    Attention weights exist for one KV head at a time, about five of a kind, [G, M, T].
+    """
+    traits, m, length = loaded.traits, config.replayed_positions, tokens + config.drafted
+    heads = traits.query_heads * traits.head_dim
+    held = m * (traits.layers * (2 * heads + traits.width) + 3 * int(loaded.model.config.vocab_size))
+    attention = 5 * m * traits.group * length
+    if "readout" not in policy_class(config.policy).requires:
+        return FP32 * (held + attention)
+    exact = config.readout == "exact"
+    width = config.probes if exact else config.top_k  # C
+    head_rows = 4 * m * config.top_k * traits.width  # of the LM head, [M, K, d], and what they become
+    backward = 5 * config.probes * m * traits.query_heads * length if exact else 0  # gradients of one layer's weights
+    rows = m * width * heads  # of the readout, one layer's
+    tile = 5 * m * width * min(length, max(SMALLEST_TILE, TILE_ELEMENTS // (traits.group * m * width)))
+    candidates = 5 * 2 * config.refine * m * width * traits.group
+    return FP32 * (held + max(head_rows + max(attention, backward), attention + 3 * rows + max(tile, candidates)))
 
 
 def pool_bytes(loaded: LoadedModel, rows: int, page_size: int) -> int:

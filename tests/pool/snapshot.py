@@ -14,6 +14,12 @@ class Snapshot:
     def __init__(self, pool: PagedKvPool) -> None:
         self.pool, self.before = pool, list(self._state(pool))
 
+    @classmethod
+    def equal(cls, pool: PagedKvPool, other: PagedKvPool) -> bool:
+        """Whether two pools hold the same, at the same places."""
+        both = list(zip(cls._state(pool), cls._state(other), strict=True))
+        return all(torch.equal(*each) for each in both)
+
     @staticmethod
     def _state(pool: PagedKvPool) -> Iterator[Tensor]:
         yield from (pool.keys.view(torch.int32).clone(), pool.values.view(torch.int32).clone())  # bits: NaN == NaN

@@ -1,16 +1,15 @@
 """Requests through one generator: alone, together, in turn, aborted and failing."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from bpkv_trt.errors import InputError, PoolExhausted
-from bpkv_trt.runtime.engine import Engine
+from bpkv_trt.runtime.engine import Engine, Turn
 from bpkv_trt.runtime.generator import Generator, Request
 from bpkv_trt.runtime.sampling import SamplingParams
-from bpkv_trt.runtime.torch_host import TorchHost
 from tests.runtime.masked_reference import MaskedReference
 from tests.runtime.random_models import engine_of, plain_copy, random_tokens, wrapped
 
@@ -235,15 +234,18 @@ def test_a_second_turn_reads_the_compacted_cache(name: str, policy: str, monkeyp
     engine = engine_of(name, policy=policy, budget="0.4", regime="prefill")
     turns, traits = [PROMPTS[0], PROMPTS[3]], engine.host.traits
     logits: dict[int, list[torch.Tensor]] = {}
-    forward = TorchHost.forward
 
-    def kept(host: TorchHost, chunks: Sequence) -> torch.Tensor:  # type: ignore[type-arg]
-        output = forward(host, chunks)
-        for chunk, row in zip(chunks, output, strict=True):
-            logits.setdefault(chunk.sequence, []).append(row)
-        return output
+    def keeping(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def kept(given: Sequence[Turn]) -> torch.Tensor:
+            output = run(given)
+            for (sequence, _), row in zip(given, output, strict=True):
+                logits.setdefault(sequence, []).append(row)
+            return output
 
-    monkeypatch.setattr(TorchHost, "forward", kept)
+        return kept
+
+    monkeypatch.setattr(engine, "encode", keeping(engine.encode))
+    monkeypatch.setattr(engine, "decode", keeping(engine.decode))
     generator = Generator(engine)
     other, request = generator.add([PROMPTS[2]], GREEDY), generator.add(turns, GREEDY)
     generator.step()

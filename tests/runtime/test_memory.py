@@ -11,6 +11,7 @@ from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import InputError
 from bpkv_trt.models.loading import LoadedModel
 from bpkv_trt.models.traits_of import traits_of
+from bpkv_trt.policies.registry import settled
 from bpkv_trt.runtime.engine import Engine, make_pool
 from bpkv_trt.runtime.memory import activation_bytes, free_bytes, pool_bytes, require_memory
 from tests.models.small_models import configurations, random_model
@@ -27,9 +28,9 @@ PROPORTIONS = {  # of a real model: an MLP three times as wide, many more ids th
 }
 
 
-def model_of(name: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
+def model_of(name: str, dtype: torch.dtype = torch.float32, **changes: int) -> LoadedModel:
     config = configurations()[name]
-    for option, value in PROPORTIONS.items():
+    for option, value in {**PROPORTIONS, **changes}.items():
         setattr(config, option, value)
     model = random_model(config).to(dtype)
     return LoadedModel(name, model, cast(Any, None), traits_of(model), cast(Any, None))
@@ -48,20 +49,47 @@ def peak(work: Callable[[], object]) -> int:
     return highest
 
 
-@pytest.mark.parametrize("readout", ["direct", "exact"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"readout": "direct"},
+        {"readout": "exact"},
+        {"readout": "direct", "lookahead": 0},
+        {"readout": "exact", "lookahead": 100, "probes": 4},
+        {"preset": "paper"},
+        {"policy": "snapkv"},
+        {"policy": "snapkv", "lookahead": 100},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "cohere", "qwen2_sliding"])
 @pytest.mark.parametrize(
     ("tokens", "dtype"), [(512, torch.float32), (2048, torch.float32), (1024, torch.bfloat16)], ids=str
 )
-def test_activations_stay_within_their_estimate(name: str, readout: str, tokens: int, dtype: torch.dtype) -> None:
-    loaded, config = model_of(name, dtype), BpkvConfig(readout=readout, regime="prefill")
-    engine = Engine(loaded, config, make_pool(loaded, tokens, config.page_size))
+def test_activations_stay_within_their_estimate(
+    name: str, options: dict[str, Any], tokens: int, dtype: torch.dtype
+) -> None:
+    loaded, config = model_of(name, dtype), settled(BpkvConfig(**options, regime="prefill"))
+    engine = Engine(loaded, config, make_pool(loaded, tokens, config.page_size, scratch=config.lookahead))
     sequence, prompt = engine.open(tokens), [3 + index % 900 for index in range(tokens)]
     measured = max(
         peak(lambda: engine.encode([(sequence, prompt)])),
         peak(lambda: engine.compactor.on_context_step_end(sequence)),
     )
     assert measured <= activation_bytes(loaded, tokens, config) <= LOOSE * measured
+
+
+@pytest.mark.parametrize(("vocabulary", "layers"), [(60_000, 2), (3000, 16)])
+@pytest.mark.parametrize("lookahead", [0, 64])
+def test_a_large_vocabulary_and_many_layers_count(vocabulary: int, layers: int, lookahead: int) -> None:
+    """A short prompt, whose scoring positions' logits, or their statistics by layer, are the most there is."""
+    loaded = model_of("llama", vocab_size=vocabulary, num_hidden_layers=layers)
+    config = BpkvConfig(regime="prefill", lookahead=lookahead)
+    engine = Engine(loaded, config, make_pool(loaded, 96, config.page_size, scratch=lookahead))
+    sequence = engine.open()
+    prefill = peak(lambda: engine.encode([(sequence, list(range(3, 99)))]))
+    measured = max(prefill, peak(lambda: engine.compactor.on_context_step_end(sequence)))
+    assert measured <= activation_bytes(loaded, 96, config) <= LOOSE * measured
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
