@@ -20,7 +20,7 @@ from bpkv_trt.policies.observation_window import pooled_attention
 from bpkv_trt.pool.view import SequenceView
 
 
-class Latest(HeadwisePolicy):
+class _LatestAttention(HeadwisePolicy):
     """SnapKV's score by the sequence's own latest tokens; drafted ones have no say."""
 
     def score_head(self, statistics: ForwardStatistics, view: SequenceView, layer: int, head: int) -> Tensor:
@@ -60,6 +60,6 @@ class Bpkv(Policy):
         assert statistics.readout is not None, "the host was not asked for a readout"
         source, divergence = EvidenceSource(statistics, view, self.traits), statistics.readout.divergence
         if self.config.safeguard:
-            attention = Latest(self.config, self.traits).score(statistics, view)
+            attention = _LatestAttention(self.config, self.traits).score(statistics, view)
             eligible = eligible & ~secured(attention, eligible, quota, self.config.safeguard)
         return two_stage(scores, eligible, quota, source, divergence, self.config.epsilon, self.config.refine)
