@@ -93,11 +93,11 @@ def test_the_recent_window_is_never_touched_and_nor_is_the_prompt_by_the_generat
 
 def test_a_deferred_compaction_scores_what_was_decoded_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, list[int]]] = []
-    engine = engine_of("llama", regime="deferred,generation", budget="0.4", defer=6)
+    engine = engine_of("llama", regime="deferred,generation", budget="0.4", defer=6, lookahead=0)
     collect = engine.statistics.collect
 
-    def kept(sequence: int, positions: int, trace: object) -> ForwardStatistics:
-        statistics = collect(sequence, positions, engine.trace)
+    def kept(sequence: int, positions: int, trace: object, drafted: int) -> ForwardStatistics:
+        statistics = collect(sequence, positions, engine.trace, drafted)
         asked.append((positions, statistics.positions.tolist()))
         return statistics
 
