@@ -167,7 +167,7 @@ def test_rows_move_up_when_a_member_of_the_batch_finishes() -> None:
 
 def test_a_request_after_an_aborted_one_starts_at_position_0() -> None:
     """awslabs/keys_values#45: the one before was left in the middle of its answer."""
-    engine = engine_of("llama", rows=80, caches=1, budget="0.4")
+    engine = engine_of("llama", rows=80 + 32, caches=1, budget="0.4")  # room to look ahead
     generator = Generator(engine)
     doomed = generator.add([random_tokens(1, 60)], SamplingParams(max_new_tokens=20))
     for _ in range(12):
@@ -274,7 +274,8 @@ def allocated_bytes() -> int:
 @pytest.mark.parametrize("policy", ["bpkv", "random"])
 def test_what_a_compaction_frees_admits_a_request_of_that_size(policy: str) -> None:
     """FMInference/H2O#12: half of every head goes; free pages rise by that number, and no memory is taken."""
-    engine = engine_of("llama", rows=80, caches=1, policy=policy, budget="0.5", regime="prefill", scope="head")
+    options = {"budget": "0.5", "regime": "prefill", "scope": "head", "lookahead": 0}
+    engine = engine_of("llama", rows=80, caches=1, policy=policy, **options)
     sequence = engine.open()
     engine.encode([(sequence, random_tokens(1, 80))])
     before, pages = allocated_bytes(), engine.pool.pages
@@ -445,7 +446,8 @@ def test_a_flat_distribution_reports_the_little_mass_that_its_top_holds() -> Non
     loaded = model_with("llama", layers=2, tie_word_embeddings=False)
     loaded.model.lm_head.weight.mul_(0.01)
     for top_k in (4, 64):
-        (trail,) = follow(engine_on(loaded, budget="0.4", regime="prefill", top_k=top_k), [random_tokens(1, 50)], [[]])
+        engine = engine_on(loaded, budget="0.4", regime="prefill", top_k=top_k, lookahead=0)
+        (trail,) = follow(engine, [random_tokens(1, 50)], [[]])
         reference = MaskedReference(copy.deepcopy(loaded.model), {})
         logits = reference.logits(trail.tokens, torch.full((2, 2, 50), 99))[-SMALL["positions"] :]
         held = torch.softmax(logits.double(), -1).topk(top_k).values.sum(-1).mean()
@@ -457,7 +459,7 @@ def test_entries_that_move_only_what_the_top_does_not_hold_are_rare() -> None:
     """A trained model: beside the whole vocabulary of 479, the likeliest 32 rank entries nearly alike."""
     model, tokens, scores = trained("tiny-llama"), prompt_tokens("tiny-llama", 100, 256), {}
     for top_k in (32, model.traits.vocabulary):
-        engine = engine_on(model, rows=300, caches=1, policy="bpkv", top_k=top_k)
+        engine = engine_on(model, rows=300, caches=1, policy="bpkv", readout="direct", top_k=top_k)
         sequence = engine.open()
         engine.encode([(sequence, tokens)])
         statistics = engine.statistics.collect(sequence, SMALL["positions"], engine.trace)

@@ -3,6 +3,7 @@
 import copy
 import gc
 import itertools
+from dataclasses import replace
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -61,13 +62,17 @@ def test_l1_keeping_all_is_the_full_cache_bit_for_bit(make_engine: MakeEngine, n
 @pytest.mark.parametrize("scope", ["head", "layer", "global"])
 @pytest.mark.parametrize("readout", ["direct", "exact"])
 def test_l2_evicted_is_masked(make_engine: MakeEngine, name: str, dtype: str, scope: str, readout: str) -> None:
-    engine = make_engine(name, dtype, scope=scope, readout=readout, budget="0.25")
+    ahead = {"lookahead": 0} if readout == "direct" else {}  # as on an engine, and by default
+    engine = make_engine(name, dtype, scope=scope, readout=readout, budget="0.25", **ahead)
     trails = follow(engine, *batch(name))
-    bound = 1e-5 if dtype == "float32" else BF16_BOUND
-    truth = reference(name, dtype)
+    truth, narrow = reference(name), reference(name, dtype)
     for trail, steps in zip(trails, STEPS, strict=True):
         assert len(trail.events) == 1 + steps // engine.compactor.config.interval
-        assert worst_gap(trail, truth.logits(trail.tokens, trail.hidden_from())) < bound
+        masked, bound = truth.logits(trail.tokens, trail.hidden_from()), 1e-5
+        if dtype == "bfloat16":  # no further from the truth than transformers' own eager attention in this type
+            rounded = replace(trail, logits=dict(enumerate(narrow.logits(trail.tokens, trail.hidden_from()))))
+            bound = worst_gap(rounded, masked)
+        assert worst_gap(trail, masked) < bound
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -236,8 +241,9 @@ def test_l7_scoring_grows_linearly_and_repeats_no_head(make_engine: MakeEngine, 
     short, long = largest(200), largest(800)
     assert long <= 4.2 * short
     traits, config = loaded("tiny-llama").traits, make_engine("tiny-llama").compactor.config
-    per_token = max(config.probes, 1) * config.positions * traits.query_heads  # weights' gradients, all probes at once
-    assert long <= 800 * max(per_token, traits.layers * traits.kv_heads * traits.head_dim)
+    per_token = config.probes * config.replayed_positions * traits.query_heads  # weights' gradients, all probes at once
+    candidates = 2 * config.refine * config.replayed_positions * config.top_k * traits.group  # however long the prompt
+    assert long <= max(candidates, 800 * max(per_token, traits.layers * traits.kv_heads * traits.head_dim))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
