@@ -6,6 +6,7 @@ import pytest
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import ConfigError
+from bpkv_trt.policies.registry import settled
 
 
 @pytest.mark.parametrize(
@@ -84,3 +85,56 @@ def test_an_unusable_file_is_refused_by_name(tmp_path: Path, content: bytes) -> 
     assert "\n" not in str(refusal.value)
     with pytest.raises(ConfigError, match=r"absent\.yaml"):
         BpkvConfig.from_yaml(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pooling": 4}, ["pooling is 4", "odd"]),
+        ({"pooling": 0}, ["pooling is 0"]),
+        ({"pooling": 65}, ["pooling is 65"]),
+        ({"lookahead": -1}, ["lookahead is -1"]),
+        ({"lookahead": 513}, ["lookahead is 513"]),
+        ({"safeguard": 1.5}, ["safeguard is 1.5"]),
+        ({"preset": "published"}, ["preset is 'published'", "'default' or 'paper'"]),
+    ],
+)
+def test_what_bpkv_alone_has_is_refused_in_the_same_way(options: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        BpkvConfig(**options)
+    assert all(word in str(refusal.value) for word in words), str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("regime", "scoring", "replayed"),
+    [("prefill", 8, 13), ("prefill,generation", 8, 13), ("deferred", 11, 16), ("generation", 8, 8)],
+)
+def test_what_is_run_again_counts_what_is_drafted(regime: str, scoring: int, replayed: int) -> None:
+    """An answer's compaction does not look ahead."""
+    config = BpkvConfig(regime=regime, defer=3, lookahead=5)
+    assert (config.scoring_positions, config.replayed_positions) == (scoring, replayed)
+    assert config.drafted == replayed - scoring
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"preset": "paper"},
+        {"preset": "paper", "lookahead": 8, "readout": "exact"},
+        {"policy": "snapkv"},
+        {"policy": "snapkv", "lookahead": 8},
+        {"policy": "deferkv", "budget": "64MiB"},
+        {"policy": "full", "pooling": 7},
+        {"regime": "deferred", "pooling": 1, "probes": 4, "safeguard": 0},
+    ],
+    ids=str,
+)
+def test_a_file_settles_as_what_it_was_written_from(tmp_path: Path, options: dict[str, object]) -> None:
+    """What was not given is not written as if it had been: a policy or a preset may settle it."""
+    config, path = BpkvConfig(**options), tmp_path / "bpkv.yaml"
+    for written in (config, settled(config)):
+        path.write_text(written.to_yaml())
+        read = BpkvConfig.from_yaml(path)
+        assert read == written and read.model_fields_set == written.model_fields_set
+        assert settled(read) == settled(config) == settled(settled(config))

@@ -194,3 +194,52 @@ def test_deferkv_waits_for_one_token_unless_told_otherwise() -> None:
 def test_the_default_policy_keeps_the_defaults() -> None:
     assert settled(BpkvConfig()) == BpkvConfig()
     assert settled(BpkvConfig(policy="full")) == BpkvConfig(policy="full")
+
+
+PUBLISHED = {"readout": "direct", "positions": 32, "top_k": 64, "lookahead": 0, "pooling": 1, "safeguard": 0.0}
+
+
+def test_the_preset_paper_is_the_published_form() -> None:
+    """What the paper describes, and what it leaves open as by default; nothing else moves."""
+    paper, own = settled(BpkvConfig(preset="paper")), settled(BpkvConfig())
+    changed = {name for name in BpkvConfig.model_fields if getattr(paper, name) != getattr(own, name)}
+    assert {name: getattr(paper, name) for name in changed} == {**PUBLISHED, "preset": "paper"}
+    assert paper.scope == own.scope == "global" and own.lookahead > 0 and own.readout == "exact"
+    assert make_policy(paper, TRAITS).config == settled(paper) == paper
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"lookahead": 8},
+        {"readout": "exact", "probes": 4},
+        {"positions": 6, "top_k": 32},
+        {"pooling": 5, "safeguard": 0.25, "scope": "head"},
+        {"readout": "exact", "lookahead": 32, "pooling": 5},  # the general defaults, given
+    ],
+    ids=str,
+)
+def test_an_option_that_is_given_wins_over_the_preset(given: dict[str, object]) -> None:
+    paper, config = settled(BpkvConfig(preset="paper")), settled(BpkvConfig(preset="paper", **given))
+    for name in BpkvConfig.model_fields:
+        assert getattr(config, name) == given.get(name, getattr(paper, name))
+
+
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if name not in ("bpkv", "full", "ripplekv")])
+def test_peers_have_one_form_and_look_ahead_where_that_is_given_and_changes_something(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"preset is paper, but the policy {name} has one form only"):
+        settled(BpkvConfig(policy=name, preset="paper"))
+    assert settled(BpkvConfig(policy=name)).lookahead == settled(BpkvConfig(policy=name, lookahead=0)).lookahead == 0
+    if "last_queries" in policy_class(name).requires:
+        assert settled(BpkvConfig(policy=name, lookahead=8)).lookahead == 8
+    else:
+        with pytest.raises(ConfigError, match=f"lookahead is 8, but the policy {name} does not score by the latest"):
+            settled(BpkvConfig(policy=name, lookahead=8))
+    assert settled(BpkvConfig(policy=name).replace(lookahead=0)).lookahead == 0
+
+
+def test_the_paper_s_positions_and_a_deferral_need_a_wider_recent_window() -> None:
+    with pytest.raises(ConfigError, match="recent is 32 and positions is 32 and defer is 8"):
+        settled(BpkvConfig(preset="paper", regime="deferred"))
+    config = settled(BpkvConfig(preset="paper", regime="deferred", recent=40))
+    assert (config.positions, config.replayed_positions) == (32, 40)
