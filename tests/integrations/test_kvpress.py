@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, GPT2LMH
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import BpkvError, ConfigError, InputError, ModelError, NumericalError
 from bpkv_trt.models.loading import LoadedModel, load_model
+from bpkv_trt.policies.registry import settled
 from bpkv_trt.runtime.engine import Engine, make_pool
 from bpkv_trt.runtime.generator import Generator
 from bpkv_trt.runtime.sampling import SamplingParams
@@ -66,8 +67,9 @@ def kept_rows(full: DynamicCache, cut: DynamicCache) -> Tensor:
 
 
 def engine_of(name: str, rows: int, budget: int, **options: Any) -> Engine:
-    config = BpkvConfig(**options, budget=f"{budget}t", scope="head", regime="prefill")
-    return Engine(loaded(name), config, make_pool(loaded(name), rows, config.page_size, poison=True))
+    config = settled(BpkvConfig(**options, budget=f"{budget}t", scope="head", regime="prefill"))
+    pool = make_pool(loaded(name), rows, config.page_size, scratch=config.lookahead, poison=True)
+    return Engine(loaded(name), config, pool)
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.8])
@@ -75,7 +77,10 @@ def engine_of(name: str, rows: int, budget: int, **options: Any) -> Engine:
     "options",
     [
         {},
-        {"readout": "exact", "probes": 4},
+        {"readout": "exact", "probes": 4, "lookahead": 0},
+        {"readout": "direct", "lookahead": 9, "pooling": 1},
+        {"preset": "paper"},
+        {"policy": "snapkv", "lookahead": 20},
         {"positions": 4, "recent": 16, "sinks": 2, "refine": 8, "epsilon": 0.1, "top_k": 8},
         {"policy": "criticalkv"},
         {"policy": "random", "seed": 3},
@@ -95,6 +100,8 @@ def test_it_keeps_what_the_engine_keeps(model: PreTrainedModel, options: dict[st
     assert torch.equal(kept, engine.pool.view(sequence).position_table().long())
     (pressed,) = press.events
     assert event is not None and pressed.entries_after == event.entries_after == kept.numel()
+    assert pressed.drafted == event.drafted <= press.config.lookahead
+    assert (event.drafted > 0) == (press.config.lookahead > 0)
     if event.estimated_kl is not None:
         assert pressed.estimated_kl == pytest.approx(event.estimated_kl, rel=1e-3)
 

@@ -10,6 +10,7 @@ import torch
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.errors import ConfigError, StalePlan
+from bpkv_trt.policies import bpkv
 from bpkv_trt.policies.base import Policy, Requirement
 from bpkv_trt.policies.bpkv import Bpkv
 from bpkv_trt.policies.registry import make_policy, settled
@@ -289,6 +290,21 @@ def test_a_layer_table_only_has_ratios(tmp_path: Path, monkeypatch: pytest.Monke
         assert trail.events[0].note is None
         kept.append(trail.hidden_from())
     assert torch.equal(*kept)
+
+
+def test_neighbours_that_are_each_all_that_a_head_attends_to_both_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their largest finite scores are averaged with one another, and stay finite."""
+    honest = bpkv.score_entries
+
+    def two_sole_entries(*args: object) -> torch.Tensor:
+        scores = honest(*args)  # type: ignore[arg-type]
+        scores[0, 0, 10:12] = torch.finfo(torch.float32).max
+        return scores
+
+    monkeypatch.setattr(bpkv, "score_entries", two_sole_entries)
+    trail = driven(steps=0, regime="prefill", scope="global", refine=0)
+    assert trail.events[0].note is None and trail.events[0].entries_after < trail.events[0].entries_before
+    assert {10, 11} <= set(trail.engine.pool.positions(trail.sequence, 0, 0).tolist())
 
 
 def test_a_budget_that_a_later_compaction_cannot_honour_is_refused_before_the_run() -> None:
