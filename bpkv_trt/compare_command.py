@@ -22,7 +22,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--model", required=True, help="Hugging Face directory or id, GGUF file, or smollm2")
     run.add_argument("--tasks", required=True, metavar="T,..", help="tasks, comma-separated")
     run.add_argument(
-        "--policies", required=True, metavar="P,..", help="with options of their own: bpkv,bpkv[readout=exact],snapkv"
+        "--policies", required=True, metavar="P,..", help="with options of their own: bpkv,bpkv[readout=direct],snapkv"
     )
     run.add_argument("--budgets", required=True, metavar="B,..", help="such as 0.5,0.2,0.1 or 64t")
     run.add_argument(

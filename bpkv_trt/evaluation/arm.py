@@ -32,11 +32,12 @@ def arms_of(
     In `generation` alone a budget is that of the answer; wherever a prompt is compacted it is that of the prompt.
     Raises ConfigError, naming the contender, where its policy and the options or a regime do not go together.
     """
-    for what, given in (("regime", regimes), ("budgets", budgets)):
-        if twice := [each for each in dict.fromkeys(given) if list(given).count(each) > 1]:
+    named = [",".join(common.replace(regime=regime).regime) for regime in regimes]  # in whichever order they were given
+    for what, given in (("regime", named), ("budgets", list(budgets))):
+        if twice := [each for each in dict.fromkeys(given) if given.count(each) > 1]:
             raise ConfigError(f"{what} has {', '.join(twice)} more than once; give each once.")
     arms = tuple(
-        _arm(contender, common, regime, budget) for contender in contenders for regime in regimes for budget in budgets
+        _arm(contender, common, regime, budget) for contender in contenders for regime in named for budget in budgets
     )
     _check_sinks(arms, common)
     return arms

@@ -11,7 +11,7 @@ from bpkv_trt.errors import ConfigError
 # Set for all contenders alike: what is compared at what, and one pool that all share.
 SHARED = ("policy", "budget", "generation_budget", "regime", "page_size")
 _FORM = re.compile(r"([^\[\],=]+)(?:\[([^\[\]]*)\])?")
-_SYNTAX = "write a policy's name, with options of its own in brackets, such as bpkv or bpkv[readout=exact,refine=0]"
+_SYNTAX = "write a policy's name, with options of its own in brackets, such as bpkv or bpkv[readout=direct,refine=0]"
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Contender:
 
 
 def parse_contenders(text: str) -> tuple[Contender, ...]:
-    """Read `bpkv,bpkv[readout=exact,refine=0],snapkv`; commas within brackets do not separate.
+    """Read `bpkv,bpkv[readout=direct,refine=0],snapkv`; commas within brackets do not separate.
 
     Raises ConfigError for what cannot be read, for unknown options, and where one contender is given twice. Whether
     the values are allowed is for BpkvConfig to say.

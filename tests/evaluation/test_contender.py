@@ -19,7 +19,7 @@ def test_commas_in_brackets_do_not_separate() -> None:
     ("text", "words"),
     [
         ("bpkv,bpkv", ["bpkv", "more than once"]),
-        ("bpkv[refine]", ["refine", "bpkv[readout=exact,refine=0]"]),
+        ("bpkv[refine]", ["refine", "bpkv[readout=direct,refine=0]"]),
         ("bpkv[refine=1", ["bpkv[refine=1"]),
         ("bpkv[refine=1,refine=2]", ["refine=2"]),
         ("bpkv,,snapkv", ["''"]),
@@ -68,6 +68,7 @@ def test_samples_seed_what_is_random_unless_it_was_given() -> None:
         ("deferkv", ["prefill"], ["deferkv", "prefill"]),
         ("bpkv[refine=x]", ["prefill"], ["bpkv[refine=x]", "refine"]),
         ("bpkv", ["prefill", "prefill"], ["prefill", "more than once"]),
+        ("bpkv", ["prefill,generation", "generation, prefill"], ["prefill,generation", "more than once"]),
         ("bpkv", ["decode"], ["decode", "deferred"]),
         ("expected_attention[sinks=2]", ["prefill"], ["expected_attention", "--sinks"]),
     ],
