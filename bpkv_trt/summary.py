@@ -75,6 +75,8 @@ def print_compare(document: dict[str, Any], console: Console) -> None:
     reasons = dict.fromkeys(each["skipped"] for each in document["skipped"])
     if reasons:
         console.out(f"{len(document['skipped'])} samples skipped: {' '.join(reasons)}", highlight=False)
+    if len(document["commits"]) > 1:
+        console.out(f"measured by several states of the code: {', '.join(document['commits'])}", highlight=False)
 
 
 def _compare_line(row: dict[str, Any]) -> tuple[str, ...]:

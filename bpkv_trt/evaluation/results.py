@@ -66,7 +66,10 @@ def earlier_records(path: Path, settings: Mapping[str, Any], overwrite: bool) ->
     except (OSError, ValueError):
         raise InputError(f"{what} is there and is not a result of bpkv compare. {advice}") from None
     check_header(what, found, {"settings": settings}, advice)
-    records = {(each["task"], each["seed"]): {**each, "cells": []} for each in found["samples"]}
-    for cell in found["cells"]:
-        records[cell["task"], cell["seed"]]["cells"].append(cell)
-    return records | {(each["task"], each["seed"]): each for each in found["skipped"]}
+    try:
+        records = {(each["task"], each["seed"]): {**each, "cells": []} for each in found["samples"]}
+        for cell in found["cells"]:
+            records[cell["task"], cell["seed"]]["cells"].append(cell)
+        return records | {(each["task"], each["seed"]): each for each in found["skipped"]}
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{what} lacks a part that such a result has ({error!r}). {advice}") from None
