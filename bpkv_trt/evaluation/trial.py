@@ -31,7 +31,6 @@ class Trial:
     events: tuple[CompactionEvent, ...]
     one_step_kl: float | None  # at the scoring positions of the prompt's compaction: what it was estimated to be
     retention: NDArray[np.float64]  # [L, Hkv] rows kept by the last compaction / rows seen by then; 1 without one
-    bytes_held: int
     decode_s: float | None  # median of one token
 
 
@@ -63,7 +62,6 @@ def run_trial(loaded: LoadedModel, config: BpkvConfig, reference: Reference) -> 
             events=tuple(events),
             one_step_kl=one_step,
             retention=_retention(engine, sequence, reference, events),
-            bytes_held=engine.pool.bytes_of(sequence),
             decode_s=seconds,
         )
     finally:

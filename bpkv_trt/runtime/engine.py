@@ -98,7 +98,8 @@ class Engine:
             reported = [self.compactor.on_generation_step_end(sequence) for _ in part]
             events += [event for event in reported if event is not None]
             done += len(part)
-        return torch.cat(logits) if logits else torch.empty(0, self.host.model.config.vocab_size), events
+        nothing = torch.empty(0, self.host.model.config.vocab_size, device=self.host.device)
+        return torch.cat(logits) if logits else nothing, events
 
     def close(self, sequence: int) -> list[CompactionEvent]:
         """Give the sequence's pages back; reports compactions that never came due."""
