@@ -16,6 +16,7 @@ from bpkv_trt.policies.base import Policy
 from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.pool.view import SequenceView
 from bpkv_trt.profiling import Trace
+from bpkv_trt.runtime.demand import Demand
 from bpkv_trt.runtime.event import CompactionEvent
 from bpkv_trt.runtime.interfaces import CompactablePool, StatisticsSource
 from bpkv_trt.score_table import ScoreTable
@@ -29,18 +30,6 @@ class _Request:
     prompt_length: int = 0
     generated: int = 0
     reported: set[Regime] = field(default_factory=set)  # regimes that came due, whether or not anything was evicted
-
-
-@dataclass(frozen=True)
-class _Demand:
-    """One compaction that is due."""
-
-    regime: Regime
-    budget: ResolvedBudget
-    counted: Tensor  # [L, Hkv] rows that the budget counts
-    first: int  # the first logical position that may go; the recent window bounds them from above
-    positions: int  # scoring positions among the tokens of the sequence
-    lookahead: int = 0  # further ones, drafted
 
 
 @dataclass(frozen=True)
@@ -144,18 +133,18 @@ class Compactor:
         lengths = self.pool.lengths(sequence)[list(self.traits.compactable_layers)]
         return int(lengths.sum()), self.pool.bytes_of(sequence)
 
-    def _prompt_demand(self, sequence: int, regime: Regime, positions: int) -> _Demand:
+    def _prompt_demand(self, sequence: int, regime: Regime, positions: int) -> Demand:
         budget = self._resolve(self.config.budget, self.pool.logical_length(sequence), self.config.protected)
         counted = torch.from_numpy(self.pool.lengths(sequence))
         positions = min(positions, budget.tokens)
-        return _Demand(regime, budget, counted, self.config.sinks, positions, self.config.lookahead)
+        return Demand(regime, budget, counted, self.config.sinks, positions, self.config.lookahead)
 
-    def _answer_demand(self, sequence: int) -> _Demand:
+    def _answer_demand(self, sequence: int) -> Demand:
         prompt = self.requests[sequence].prompt_length
         counted = (self.pool.view(sequence).position_table() >= prompt).sum(-1)
         longest = self.pool.logical_length(sequence) - prompt
         budget = self._resolve(self.config.generation_budget, longest, self.config.recent)
-        return _Demand("generation", budget, counted, prompt, self.config.positions)
+        return Demand("generation", budget, counted, prompt, self.config.positions)
 
     def _resolve(self, budget: Budget, tokens: int, protected: int) -> ResolvedBudget:
         return resolve(
@@ -168,7 +157,7 @@ class Compactor:
             protected=protected,
         )
 
-    def _compact(self, sequence: int, demand: _Demand) -> CompactionEvent:
+    def _compact(self, sequence: int, demand: Demand) -> CompactionEvent:
         request = self.requests[sequence]
         request.reported.add(demand.regime)
         quota = self._quota(demand)
@@ -204,14 +193,14 @@ class Compactor:
             seconds={stage: self.trace.seconds()[stage] - before[stage] for stage in STAGES},
         )
 
-    def _quota(self, demand: _Demand) -> Quota:
+    def _quota(self, demand: Demand) -> Quota:
         compactable = self.traits.compactable_layers
         weights = None if self.table is None else self.table.layer_weights
         shares = self.policy.layer_counts(demand.budget, len(compactable))
         counted = demand.counted.to(self.pool.device)
         return quotas(demand.budget, self.config.scope, counted, compactable, weights, shares)
 
-    def _choose(self, sequence: int, demand: _Demand, quota: Quota) -> "_Choice | int":
+    def _choose(self, sequence: int, demand: Demand, quota: Quota) -> _Choice | int:
         """What goes, or how many scores are NaN or Inf. Drafted tokens are scoring positions, and never counted."""
         with self.source.look_ahead(sequence, demand.lookahead, self.trace) as drafted:
             view = self.pool.view(sequence)
@@ -226,7 +215,7 @@ class Compactor:
                 selection = self.policy.select(scores, eligible, quota, statistics, view)
         return _Choice(selection, float(statistics.covered_mass.mean()), drafted)
 
-    def _reason_to_keep_all(self, demand: _Demand, evicted: int) -> str | None:
+    def _reason_to_keep_all(self, demand: Demand, evicted: int) -> str | None:
         if self.policy.evicts_nothing:
             return f"the policy {self.policy.name} evicts nothing"
         if not self.traits.compactable_layers:
