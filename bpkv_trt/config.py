@@ -56,7 +56,7 @@ class BpkvConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
 
-    # The published method; the others are peers to compare with.
+    # What this package is for; the others are peers to compare with.
     policy: str = Field("bpkv", description="how entries are scored")
     # The budget at which the published comparisons of eviction policies separate.
     budget: BudgetField = Field(
@@ -103,7 +103,7 @@ class BpkvConfig(BaseModel):
     refine: int = Field(64, ge=0, description="evictions chosen one at a time at the boundary")
     # Rare enough for scoring to be small beside decoding the tokens between.
     interval: int = Field(128, ge=1, description="tokens between compactions of the answer")
-    # As many decoded tokens as scoring positions: then all of them are the model's own answer.
+    # As many decoded tokens as positions of the prompt: half of those scored are then the answer's beginning.
     defer: int = Field(8, ge=1, description="tokens decoded before a deferred compaction")
     # Uniform unless a file says otherwise.
     layer_table: Path | None = Field(None, description="weights of layers or KV heads, a JSON or safetensors file")
