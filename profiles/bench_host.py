@@ -44,7 +44,7 @@ class Bench:
 
     def engine(self, rows: int, **options: Any) -> Engine:
         config = config_with(**options)
-        return Engine(self.ours, config, make_pool(self.ours, rows, config.page_size), Trace())
+        return Engine(self.ours, config, make_pool(self.ours, rows, config.page_size, scratch=config.drafted), Trace())
 
     @torch.no_grad()
     def transformers_prefill(self, length: int) -> DynamicCache:

@@ -15,6 +15,7 @@ from bpkv_trt.core.running_attention import RunningAttention
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.errors import NumericalError, PoolExhausted
 from bpkv_trt.policies.bpkv import Bpkv
+from bpkv_trt.policies.snapkv import SnapKv
 from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.runtime.engine import Engine, make_pool
 from bpkv_trt.runtime.event import CompactionEvent
@@ -387,3 +388,22 @@ def test_the_default_looks_32_tokens_ahead_for_bpkv_alone(name: str) -> None:
         sequence, event = compacted(engine, prompt_tokens(name, 1, 150))
         assert (event.drafted > 0) == (ahead > 0) and event.drafted <= ahead
         assert engine.scratch_pages([150]) == engine.pool.pages_for(ahead)
+
+
+@pytest.mark.parametrize("name", COMPACTABLE)
+@pytest.mark.parametrize("scope", ["global", "layer"])
+@pytest.mark.usefixtures("endless")
+def test_drafted_tokens_have_no_say_in_what_a_head_keeps_by_its_latest_attention(name: str, scope: str) -> None:
+    """The highest of SnapKV's scores of the sequence without a draft stay in every head, up to its share."""
+    engine = engine_of(name, **OPTIONS, scope=scope, safeguard=0.8)
+    config, traits, sequence = engine.compactor.config, wrapped(name).traits, engine.open()
+    engine.encode([(sequence, PROMPT)])
+    plain = engine.statistics.collect(sequence, config.positions, engine.trace)
+    scores = SnapKv(config, traits).score(plain, engine.pool.view(sequence))
+    event = engine.compactor.on_context_step_end(sequence)
+    assert event is not None and event.drafted == AHEAD
+    even, eligible = int(0.4 * len(PROMPT)), range(config.sinks, len(PROMPT) - config.recent)
+    for layer, head in itertools.product(traits.compactable_layers, range(traits.kv_heads)):
+        count = int(0.8 * even) - config.protected
+        best = sorted(eligible, key=lambda row: float(-scores[layer, head, row]))[:count]  # noqa: B023 (used at once)
+        assert count > 0 and set(best) <= set(engine.pool.positions(sequence, layer, head).tolist())
