@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from bpkv_trt.config import BpkvConfig
-from bpkv_trt.errors import BpkvError
+from bpkv_trt.errors import BpkvError, ConfigError
 from bpkv_trt.score_table import ScoreTable
 
 
@@ -40,10 +40,18 @@ def _help(field: FieldInfo) -> str:
 
 
 def config_from(options: argparse.Namespace, without: Collection[str] = ()) -> BpkvConfig:
-    """The configuration that was given, YAML file first; fields named in `without` mean something else there."""
+    """The configuration that was given, YAML file first.
+
+    Fields named in `without` mean something else to the command, so that a file that has them is refused.
+    """
     names = BpkvConfig.model_fields.keys() - set(without)
     given = {name: value for name, value in vars(options).items() if name in names}
     config = BpkvConfig(**given) if options.config is None else BpkvConfig.from_yaml(options.config, **given)
+    if others := [name for name in without if name in config.model_fields_set]:
+        raise ConfigError(
+            f"The configuration {options.config} has {', '.join(others)}, which this command takes from options of its "
+            "own, or sets: leave it out there."
+        )
     if config.layer_table is not None:
         ScoreTable.load(config.layer_table)  # refused now, not after the model has been loaded
     return config

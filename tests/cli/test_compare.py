@@ -191,6 +191,13 @@ def test_bad_input_leaves_nothing_behind(
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_file_cannot_set_what_the_comparison_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "common.yaml"
+    file.write_text("sinks: 2\nregime: deferred\nseed: 7\n")
+    message = refused(capsys, "--config", str(file))
+    assert all(word in message for word in (str(file), "has regime, seed")) and "sinks" not in message, message
+
+
 def test_places_that_cannot_be_written_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").touch()
     assert "is a file" in refused(capsys, "--plot", str(tmp_path / "file"))
