@@ -3,16 +3,17 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from bpkv_trt.core.running_attention import RunningAttention
 from bpkv_trt.errors import InputError
 from bpkv_trt.evaluation.arm import Arm
 from bpkv_trt.evaluation.comparison import Comparison
 from bpkv_trt.evaluation.encoded import EncodedSample, encode_sample
+from bpkv_trt.evaluation.journal import Record
 from bpkv_trt.evaluation.mask_study import study_masks
 from bpkv_trt.evaluation.reference import Reference, reference_of
 from bpkv_trt.evaluation.tasks import make_sample
+from bpkv_trt.evaluation.tasks.sample import Count
 from bpkv_trt.evaluation.trial import Trial, run_trial
 from bpkv_trt.models.loading import LoadedModel
 from bpkv_trt.models.stop_tokens import stop_tokens
@@ -21,8 +22,6 @@ from bpkv_trt.runtime.engine import Engine, make_pool
 from bpkv_trt.runtime.event import CompactionEvent
 from bpkv_trt.runtime.memory import activation_bytes, pool_bytes, require_memory
 from bpkv_trt.runtime.scratch import scratch_rows
-
-Record = dict[str, Any]  # JSON: of one sample
 
 
 def measure_sample(loaded: LoadedModel, comparison: Comparison, task: str, seed: int) -> Record:
@@ -67,7 +66,7 @@ def _fitting_sample(loaded: LoadedModel, comparison: Comparison, task: str, seed
     return sample
 
 
-def _count(loaded: LoadedModel) -> Any:
+def _count(loaded: LoadedModel) -> Count:
     return lambda text: len(loaded.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -9,7 +9,7 @@ from bpkv_trt.documents import SCHEMA_VERSION
 from bpkv_trt.errors import InputError
 
 KIND = "compare"
-Record = dict[str, Any]
+Record = dict[str, Any]  # JSON: of one finished or skipped sample
 Key = tuple[str, int]  # task and seed
 
 

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from bpkv_trt.evaluation.bootstrap import Bootstrap
+from bpkv_trt.evaluation.journal import Record
 from bpkv_trt.evaluation.ranks import spearman
 from bpkv_trt.evaluation.rows import ALL
 
-Record = dict[str, Any]
 Setting = tuple[str, str, int, str]  # regime, budget, defer, kind of mask
 
 

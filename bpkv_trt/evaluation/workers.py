@@ -10,7 +10,6 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -19,11 +18,9 @@ from bpkv_trt.documents import usable_cores
 from bpkv_trt.errors import BpkvError
 from bpkv_trt.evaluation.cells import measure_sample
 from bpkv_trt.evaluation.comparison import Comparison
+from bpkv_trt.evaluation.journal import Key, Record
 from bpkv_trt.models.loading import LoadedModel, load_model
 from bpkv_trt.models.placement import device_of, dtype_of
-
-Record = dict[str, Any]
-Key = tuple[str, int]
 
 
 def measured(comparison: Comparison, samples: Sequence[Key], jobs: int) -> Iterator[Record]:
