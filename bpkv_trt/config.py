@@ -89,8 +89,8 @@ class BpkvConfig(BaseModel):
     )
     # As many logits as the cost model of the readout assumes; every event reports the mass they cover.
     top_k: int = Field(32, ge=2, description="logits that the distribution is followed on")
-    # Each costs a share of one backward; over 40 positions two make 80, whose mean is steady enough to rank by.
-    probes: int = Field(2, ge=1, description="random probes of the exact readout")
+    # Each costs a share of one backward; over some 40 positions one each ranks as eight do (profiles/quality/NOTES.md).
+    probes: int = Field(1, ge=1, description="random probes of the exact readout")
     # An answer that is found is read on: the rows beside a wanted one are wanted next.
     pooling: int = Field(5, ge=1, le=63, description="neighbouring rows over which scores are averaged, odd; 1: none")
     # A draft may take another turn than the answer; what the latest tokens attend to is the best other guess.
@@ -159,8 +159,10 @@ class BpkvConfig(BaseModel):
 
     @property
     def drafted(self) -> int:
-        """The most tokens drafted before a compaction; an answer's does not look ahead."""
-        return 0 if self.regime == ("generation",) else self.lookahead
+        """The most tokens drafted for a compaction; an answer's does not look ahead, a deferred one may do so twice."""
+        if self.regime == ("generation",):
+            return 0
+        return self.lookahead * (2 if "deferred" in self.regime else 1)
 
     @property
     def protected(self) -> int:

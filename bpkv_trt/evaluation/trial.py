@@ -16,7 +16,7 @@ from bpkv_trt.evaluation.reference import Reference, correct_references
 from bpkv_trt.models.loading import LoadedModel
 from bpkv_trt.runtime.engine import Engine
 from bpkv_trt.runtime.event import CompactionEvent
-from bpkv_trt.runtime.lookahead import draft
+from bpkv_trt.runtime.lookahead import look_ahead
 from bpkv_trt.runtime.step import Chunk
 
 TIMED_STEPS = 3  # of the continuation, decoded one at a time
@@ -138,8 +138,9 @@ def _one_step_kl(
         if before:
             base.forward([Chunk(full, before)])
         count = min(wanted, base.pool.logical_length(full)) + event.drafted
-        draft(base, full, event.drafted, stop_tokens=frozenset())  # it ended before any
         if event.drafted:
+            known = engine.statistics
+            look_ahead(base, full, config.lookahead, known.stop_tokens, known.drafts.get(sequence))
             engine.host.forward([Chunk(ours, base.tokens[full][-event.drafted :])])
         truth, logits = base.replay(full, count).logits, engine.host.replay(ours, count).logits
     finally:

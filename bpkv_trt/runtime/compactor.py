@@ -1,6 +1,6 @@
 """When to score, select and compact. Host-independent: the host supplies statistics, the pool applies the plan."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -29,6 +29,7 @@ STAGES = ("readout", "score", "select", "compact")
 class _Request:
     prompt_length: int = 0
     generated: int = 0
+    drafting: float = 0.0  # seconds, at the end of the prompt
     reported: set[Regime] = field(default_factory=set)  # regimes that came due, whether or not anything was evicted
 
 
@@ -79,7 +80,9 @@ class Compactor:
         """The prompt, or a later turn of it, has been encoded; its entries are protected in the generation regime."""
         request = self.requests[sequence]
         request.prompt_length = self.pool.logical_length(sequence)
-        self.source.prompt_ended(sequence)
+        before = self.trace.seconds()["readout"]
+        self.source.prompt_ended(sequence, self.trace)
+        request.drafting += self.trace.seconds()["readout"] - before
         if "prefill" not in self.config.regime or "prefill" in request.reported:
             return None
         return self._compact(sequence, self._prompt_demand(sequence, "prefill", self.config.positions))
@@ -190,8 +193,12 @@ class Compactor:
             rejected=chosen.selection.rejected,
             clamped=demand.budget.clamped,
             note=demand.budget.note,
-            seconds={stage: self.trace.seconds()[stage] - before[stage] for stage in STAGES},
+            seconds=self._seconds_since(before, request.drafting if demand.regime == "deferred" else 0.0),
         )
+
+    def _seconds_since(self, before: Mapping[str, float], drafting: float) -> dict[str, float]:
+        seconds = {stage: self.trace.seconds()[stage] - before[stage] for stage in STAGES}
+        return {**seconds, "readout": seconds["readout"] + drafting}
 
     def _quota(self, demand: Demand) -> Quota:
         compactable = self.traits.compactable_layers

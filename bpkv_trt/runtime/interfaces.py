@@ -48,11 +48,11 @@ class StatisticsSource(Protocol):
     def offers(self) -> frozenset[Requirement]:
         """What `Policy.requires` may ask of this host."""
 
-    def prompt_ended(self, sequence: int) -> None:
+    def prompt_ended(self, sequence: int, trace: Trace) -> None:
         """A prompt, or a later turn of one, has been encoded; what comes next is decoded."""
 
     def look_ahead(self, sequence: int, count: int, trace: Trace) -> AbstractContextManager[int]:
-        """Draft up to `count` tokens behind the sequence, and take them back at the end; gives how many there are.
+        """Let about `count` tokens that may come follow the sequence until the end; gives how many there are.
 
         Meanwhile they belong to it: to its view, its lengths and what `collect` sees.
         """

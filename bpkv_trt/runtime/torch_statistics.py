@@ -16,7 +16,7 @@ from bpkv_trt.policies.base import Requirement
 from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.exact_readout import ExactReadout
-from bpkv_trt.runtime.lookahead import draft
+from bpkv_trt.runtime.lookahead import Draft, draft, look_ahead
 from bpkv_trt.runtime.observers.query_moments import QueryMomentsObserver
 from bpkv_trt.runtime.observers.received_attention import ReceivedAttention
 from bpkv_trt.runtime.repetition import repeated_attention
@@ -44,6 +44,7 @@ class TorchStatistics:
         self.stop_tokens = stop_tokens
         self.received: dict[int, ReceivedAttention] = {}
         self.moments: dict[int, QueryMomentsObserver] = {}
+        self.drafts: dict[int, Draft] = {}  # made at the end of a prompt that is compacted later
 
     @property
     def offers(self) -> frozenset[Requirement]:
@@ -72,20 +73,30 @@ class TorchStatistics:
             self.received[copy] = source.received[sequence].forked(copy, self.rules)
         if "query_moments" in self.requires:
             self.moments[copy] = source.moments[sequence].forked(copy)
+        if source is self and sequence in self.drafts:
+            self.drafts[copy] = self.drafts[sequence]
 
     def observers(self, sequence: int) -> list[Observer]:
         """The observers that every chunk of the sequence must pass."""
         return [seen[sequence] for seen in (self.received, self.moments) if sequence in seen]
 
-    def prompt_ended(self, sequence: int) -> None:
-        """What comes of the sequence from here on is decoded."""
+    def prompt_ended(self, sequence: int, trace: Trace) -> None:
+        """What comes of the sequence from here on is decoded; where it is compacted later, it is drafted already."""
         if sequence in self.received:
             self.received[sequence].prompt_ended()
+        if self.config.lookahead and "deferred" in self.config.regime:
+            count, before = self.config.lookahead, len(self.host.tokens[sequence])
+            try:
+                with trace.range("readout", payload=count):
+                    self.drafts[sequence] = draft(self.host, sequence, count, self.stop_tokens)
+            finally:
+                self.host.retract(sequence, len(self.host.tokens[sequence]) - before)
 
     def close(self, sequence: int) -> None:
         """Forget a sequence."""
         self.received.pop(sequence, None)
         self.moments.pop(sequence, None)
+        self.drafts.pop(sequence, None)
 
     def compacted(self, sequence: int, plan: CompactionPlan) -> None:
         """Move what belongs to entries."""
@@ -94,7 +105,8 @@ class TorchStatistics:
 
     @contextmanager
     def look_ahead(self, sequence: int, count: int, trace: Trace) -> Iterator[int]:
-        """Draft up to `count` tokens behind the sequence; they are taken back at the end, also where that is an error.
+        """Let up to `count` tokens that may come follow the sequence, or, where a draft made at the end of its prompt
+        has not come true, as many more; they are taken back at the end, also where that is an error.
 
         Raises PoolExhausted where the pool has no room for them.
         """
@@ -102,7 +114,7 @@ class TorchStatistics:
         try:
             if count:
                 with trace.range("readout", payload=count):
-                    draft(self.host, sequence, count, self.stop_tokens)
+                    look_ahead(self.host, sequence, count, self.stop_tokens, self.drafts.get(sequence))
             yield len(self.host.tokens[sequence]) - before
         finally:
             self.host.retract(sequence, len(self.host.tokens[sequence]) - before)

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# The reported comparisons, on seeds that nothing was tuned on. Each may be stopped and started again, and goes on.
+#   profiles/quality/grids.sh PYTHON NAME...     NAME: a b c figure1 ablation answers
+# A takes hours on two cores. SAMPLES=30 by default; a finished comparison grows when it is raised.
+set -euo pipefail
+python=$1; shift
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$PWD
+out=profiles/quality/results samples=${SAMPLES:-30} jobs=${JOBS:-2}
+mkdir -p $out/plots
+
+compare() {  # NAME OPTIONS...
+  local name=$1; shift
+  "$python" -m bpkv_trt compare --json $out/$name.json --plot $out/plots/$name --samples "$samples" --seed 1000 \
+    --jobs "$jobs" "$@"
+}
+
+for name in "$@"; do
+  case $name in
+    a) compare grid_a --model smollm2 --tasks niah_multikey,redundant_facts,vt,long_text --tokens 1000 --horizon 32 \
+         --policies bpkv,snapkv,tova,criticalkv,pyramidkv,dropkv,kvzip --budgets 0.2,0.1 \
+         --regime prefill --regime deferred ;;
+    b) compare grid_b --model smollm2 --tasks long_text --tokens 1000 --horizon 32 --budgets 0.2 --regime deferred \
+         --layer-table profiles/results/layer_table_smollm2.json \
+         --policies bpkv,full,random,streaming_llm,h2o,snapkv,tova,adakv,dropkv,criticalkv,expected_attention,deferkv,inertiakv,inertiakv_lazy,inertiakv_score_free,rkv,ripplekv,kvzip ;;
+    c) compare grid_c --model gemma3-270m --tasks long_text --tokens 1000 --horizon 32 --budgets 0.2 \
+         --policies bpkv,snapkv,tova,h2o,kvzip --regime prefill --regime deferred ;;
+    figure1) compare figure1 --model smollm2 --tasks long_text,redundant_facts --tokens 600 --horizon 24 --masks 100 \
+         --policies 'bpkv,bpkv[preset=paper],snapkv,tova,h2o,dropkv,criticalkv,kvzip' --budgets 0.5 --regime prefill ;;
+    ablation) compare ablation --model smollm2 --tasks niah_multikey,redundant_facts,vt,long_text --tokens 1000 \
+         --horizon 32 --budgets 0.2 --regime prefill \
+         --policies 'bpkv,bpkv[refine=0],bpkv[readout=direct],bpkv[lookahead=0],bpkv[safeguard=0],bpkv[pooling=1],bpkv[scope=head],bpkv[preset=paper],snapkv,snapkv[lookahead=32],snapkv[positions=32],snapkv[scope=global]' ;;
+    answers) compare answers --model smollm2 --tasks niah_single,niah_multikey,passkey,redundant_facts,system_rule,two_questions \
+         --tokens 1000 --horizon 8 --budgets 0.2 --regime prefill --policies bpkv,snapkv,kvzip ;;
+    *) echo "unknown grid $name: a b c figure1 ablation answers" >&2; exit 2 ;;
+  esac
+done
