@@ -118,7 +118,9 @@ def _scores(
     engine = Engine(loaded, config, reference.engine.pool)
     sequence = engine.adopt(reference.engine, reference.sequence)
     try:
-        engine.statistics.prompt_ended(sequence, engine.trace)
+        engine.statistics.prompt_ended(sequence)
+        if before and config.lookahead:
+            engine.statistics.draft_answer(sequence, config.lookahead, engine.trace)
         if before:
             engine.host.forward([engine.chunk(sequence, before)])
         with engine.statistics.look_ahead(sequence, config.lookahead, engine.trace) as drafted:

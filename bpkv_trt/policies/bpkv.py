@@ -47,7 +47,15 @@ class Bpkv(Policy):
     requires: ClassVar[frozenset[Requirement]] = frozenset({"last_queries", "readout"})
     looks_ahead: ClassVar[bool] = True
     published: ClassVar[Mapping[str, object]] = MappingProxyType(
-        {"readout": "direct", "positions": 32, "top_k": 64, "lookahead": 0, "pooling": 1, "safeguard": 0.0}
+        {
+            "readout": "direct",
+            "positions": 32,
+            "recent": 40,  # covers the positions of a deferred compaction too
+            "top_k": 64,
+            "lookahead": 0,
+            "pooling": 1,
+            "safeguard": 0.0,
+        }
     )
 
     def score(self, statistics: ForwardStatistics, view: SequenceView) -> Tensor:

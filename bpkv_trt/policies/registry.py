@@ -82,7 +82,7 @@ def settled(config: BpkvConfig) -> BpkvConfig:
     """
     policy = policy_class(config.policy)
     if policy.evicts_nothing:
-        return config
+        return config if config.lookahead == 0 else config.replace(lookahead=0)
     _check_table(config, policy)
     _check_lookahead(config, policy)
     if config.scope not in policy.scopes:

@@ -80,12 +80,20 @@ class Compactor:
         """The prompt, or a later turn of it, has been encoded; its entries are protected in the generation regime."""
         request = self.requests[sequence]
         request.prompt_length = self.pool.logical_length(sequence)
-        before = self.trace.seconds()["readout"]
-        self.source.prompt_ended(sequence, self.trace)
-        request.drafting += self.trace.seconds()["readout"] - before
+        self.source.prompt_ended(sequence)
+        if "deferred" in self.config.regime and self.config.lookahead:
+            self._draft_answer(sequence)
         if "prefill" not in self.config.regime or "prefill" in request.reported:
             return None
         return self._compact(sequence, self._prompt_demand(sequence, "prefill", self.config.positions))
+
+    def _draft_answer(self, sequence: int) -> None:
+        # For the compaction that comes later, if it will have something to evict.
+        demand = self._prompt_demand(sequence, "deferred", self.config.positions)
+        if self._reason_to_keep_all(demand, int(self._quota(demand).evict.sum())) is None:
+            before = self.trace.seconds()["readout"]
+            self.source.draft_answer(sequence, self.config.lookahead, self.trace)
+            self.requests[sequence].drafting += self.trace.seconds()["readout"] - before
 
     def on_generation_step_end(self, sequence: int) -> CompactionEvent | None:
         """One generated token has been run through the model, and its row is in the pool."""

@@ -48,8 +48,11 @@ class StatisticsSource(Protocol):
     def offers(self) -> frozenset[Requirement]:
         """What `Policy.requires` may ask of this host."""
 
-    def prompt_ended(self, sequence: int, trace: Trace) -> None:
+    def prompt_ended(self, sequence: int) -> None:
         """A prompt, or a later turn of one, has been encoded; what comes next is decoded."""
+
+    def draft_answer(self, sequence: int, count: int, trace: Trace) -> None:
+        """Remember up to `count` tokens that the model would write now, for a `look_ahead` that comes later."""
 
     def look_ahead(self, sequence: int, count: int, trace: Trace) -> AbstractContextManager[int]:
         """Let about `count` tokens that may come follow the sequence until the end; gives how many there are.

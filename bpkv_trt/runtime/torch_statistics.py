@@ -80,17 +80,22 @@ class TorchStatistics:
         """The observers that every chunk of the sequence must pass."""
         return [seen[sequence] for seen in (self.received, self.moments) if sequence in seen]
 
-    def prompt_ended(self, sequence: int, trace: Trace) -> None:
-        """What comes of the sequence from here on is decoded; where it is compacted later, it is drafted already."""
+    def prompt_ended(self, sequence: int) -> None:
+        """What comes of the sequence from here on is decoded."""
         if sequence in self.received:
             self.received[sequence].prompt_ended()
-        if self.config.lookahead and "deferred" in self.config.regime:
-            count, before = self.config.lookahead, len(self.host.tokens[sequence])
-            try:
-                with trace.range("readout", payload=count):
-                    self.drafts[sequence] = draft(self.host, sequence, count, self.stop_tokens)
-            finally:
-                self.host.retract(sequence, len(self.host.tokens[sequence]) - before)
+
+    def draft_answer(self, sequence: int, count: int, trace: Trace) -> None:
+        """Remember how the model would go on from here, for a later `look_ahead`; the sequence is as before.
+
+        Raises PoolExhausted where the pool has no room for `count` tokens.
+        """
+        before = len(self.host.tokens[sequence])
+        try:
+            with trace.range("readout", payload=count):
+                self.drafts[sequence] = draft(self.host, sequence, count, self.stop_tokens)
+        finally:
+            self.host.retract(sequence, len(self.host.tokens[sequence]) - before)
 
     def close(self, sequence: int) -> None:
         """Forget a sequence."""
