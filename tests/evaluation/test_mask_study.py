@@ -60,12 +60,34 @@ def test_the_truth_is_that_of_masked_forwards_and_scores_are_sums() -> None:
         assert all(0 < score < 4 * 2 for score in study["scores"]["snapkv[scope=global]"])
 
 
-def test_rows_average_the_correlation_of_each_sample() -> None:
-    def record(task: str, scores: list[float | None]) -> dict[str, object]:
-        study = {"regime": "prefill", "budget": "0.2", "defer": 0, "kind": "blocks", "truth": [0.1, 0.2, 0.3]}
-        return {"task": task, "masks": [{**study, "scores": {"a": scores}}]}
+Scores = list[float | None]
 
-    rows = mask_rows([record("t", [1, 2, 3]), record("t", [3, 2, 1]), record("u", [2, 1, 3]), record("u", [1, 1, 1])])
+
+def record(task: str, seed: int, **scores: Scores) -> dict[str, object]:
+    study = {"regime": "prefill", "budget": "0.2", "defer": 0, "kind": "blocks", "truth": [0.1, 0.2, 0.3]}
+    return {"task": task, "seed": seed, "masks": [{**study, "scores": scores}]}
+
+
+def test_rows_average_the_correlation_of_each_sample() -> None:
+    samples: list[tuple[str, int, Scores]] = [
+        ("t", 0, [1, 2, 3]), ("t", 1, [3, 2, 1]), ("u", 0, [2, 1, 3]), ("u", 1, [1, 1, 1])
+    ]  # fmt: skip
+    rows = mask_rows([record(task, seed, a=scores) for task, seed, scores in samples])
     assert [(row["task"], row["samples"]) for row in rows] == [("t", 2), ("u", 1), ("all", 3)]
     assert [row["spearman"] for row in rows] == pytest.approx([0.0, 0.5, 0.5 / 3])
-    assert mask_rows([record("t", [None, 1, 2])])[0]["spearman"] == pytest.approx(1.0)
+    assert mask_rows([record("t", 0, a=[None, 1, 2])])[0]["spearman"] == pytest.approx(1.0)
+
+
+def test_contenders_are_compared_on_the_samples_that_count_for_both() -> None:
+    rows = mask_rows(
+        [
+            record("t", 0, a=[1, 2, 3], b=[3, 2, 1]),
+            record("t", 1, a=[1, 2, 3], b=[1, 2, 3]),
+            record("t", 2, a=[3, 2, 1], b=[1, 1, 1]),
+        ]
+    )
+    assert [(row["contender"], row["samples"]) for row in rows] == [("a", 3), ("b", 2)]
+    ours, theirs = (row["paired"][0] for row in rows)
+    assert (ours["against"], ours["samples"], ours["difference"]) == ("b", 2, pytest.approx(1.0))
+    assert theirs["difference"] == pytest.approx(-1.0)
+    assert (ours["low"], ours["high"]) == pytest.approx((0.0, 2.0))  # of two samples both may be drawn twice
