@@ -1,7 +1,9 @@
 """A comparison as everything that can be known before a model is loaded."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from bpkv_trt.config import BpkvConfig
@@ -78,12 +80,14 @@ class Comparison:
             "horizon": self.horizon,
             "untouched": self.untouched,
             "masks": self.masks,
+            "protected": {"sinks": self.common.sinks, "recent": self.common.recent},  # by the random masks
             "arms": [
                 {
                     "contender": arm.contender,
                     "regime": arm.regime,
                     "budget": arm.budget,
                     "config": arm.config.model_dump(mode="json"),
+                    "layer_table": _digest(arm.config.layer_table),
                 }
                 for arm in self.arms
             ],
@@ -100,6 +104,11 @@ class Comparison:
             raise ConfigError(f"tasks is {','.join(self.tasks)}; give every task once.")
         for task in self.tasks:
             _check_task(_outline(task), task, self.arms)
+
+
+def _digest(path: Path | None) -> str | None:
+    """What a file holds, whatever it is called."""
+    return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _outline(task: str) -> Sample:
