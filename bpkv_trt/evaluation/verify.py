@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from bpkv_trt.evaluation.metrics import Gap, gap_between
 from bpkv_trt.runtime.engine import Engine
 from bpkv_trt.runtime.step import Chunk
 
@@ -57,32 +57,25 @@ def _compare(
     def feed(tokens: Sequence[int]) -> Tensor:
         return engine.host.forward([Chunk(full, tokens), engine.chunk(compacted, tokens)])  # [2, V]
 
-    compactor, pairs = engine.compactor, list[tuple[float, bool]]()
+    compactor, gaps = engine.compactor, list[Gap]()  # of one token each
     due = compactor.on_context_step_end(compacted) is not None
     begun = False  # whether the prediction that begins the answer was made from a compacted cache
     for turn in turns:
         begun, logits = due, feed(turn)
         due |= compactor.on_context_step_end(compacted) is not None
     if begun:
-        pairs.append(_gap(logits))
+        gaps.append(gap_between(logits[:1], logits[1:]))
     token = int(logits[0].argmax())
     for _ in range(1, max_new_tokens):
         if token in stop_tokens:
             break
         logits = feed([token])
         if due:
-            pairs.append(_gap(logits))
+            gaps.append(gap_between(logits[:1], logits[1:]))
         due |= compactor.on_generation_step_end(compacted) is not None
         token = int(logits[0].argmax())
         on_step()
-    if not pairs:
+    if not gaps:
         return Verification(None, None, None, 0)
-    gaps = [gap for gap, _ in pairs]
-    return Verification(sum(gaps) / len(gaps), max(gaps), sum(same for _, same in pairs) / len(pairs), len(pairs))
-
-
-def _gap(logits: Tensor) -> tuple[float, bool]:
-    """[2, V] full and compacted -> KL(full || compacted) in nats, and whether both choose the same token."""
-    full, compacted = torch.log_softmax(logits.double(), dim=-1)
-    kl = float((full.exp() * (full - compacted)).sum())
-    return kl, bool(full.argmax() == compacted.argmax())
+    kl, agreed = [gap.kl[0] for gap in gaps], [gap.top1[0] for gap in gaps]
+    return Verification(sum(kl) / len(kl), max(kl), sum(agreed) / len(agreed), len(gaps))
