@@ -107,7 +107,7 @@ def test_what_bpkv_alone_has_is_refused_in_the_same_way(options: dict[str, objec
 
 @pytest.mark.parametrize(
     ("regime", "scoring", "replayed"),
-    [("prefill", 8, 13), ("prefill,generation", 8, 13), ("deferred", 11, 16), ("generation", 8, 8)],
+    [("prefill", 8, 13), ("prefill,generation", 8, 13), ("deferred", 11, 21), ("generation", 8, 8)],
 )
 def test_what_is_run_again_counts_what_is_drafted(regime: str, scoring: int, replayed: int) -> None:
     """An answer's compaction does not look ahead."""
