@@ -328,6 +328,26 @@ def test_without_room_for_a_draft_nothing_is_run(monkeypatch: pytest.MonkeyPatch
     assert engine.host.tokens[sequence] == PROMPT
 
 
+@pytest.mark.usefixtures("endless")
+def test_without_room_for_a_second_draft_the_first_is_gone_too() -> None:
+    """Deferred, and the answer took another turn: 73 rows are there for the new draft, 93 are needed for both."""
+    engine = engine_of("llama", rows=76, caches=1, **{**OPTIONS, "regime": "deferred", "defer": 3})
+    sequence = engine.open()
+    engine.encode([(sequence, PROMPT)])
+    snapshot = Snapshot(engine.pool)
+    assert engine.compactor.on_context_step_end(sequence) is None
+    snapshot.assert_unchanged()  # what was drafted at the end of the prompt is gone
+    for token in MORE[:2]:
+        engine.decode([(sequence, [token])])
+        assert engine.compactor.on_generation_step_end(sequence) is None
+    engine.decode([(sequence, MORE[2:3])])
+    snapshot = Snapshot(engine.pool)
+    with pytest.raises(PoolExhausted, match=f"cannot hold {AHEAD} more tokens"):
+        engine.compactor.on_generation_step_end(sequence)
+    snapshot.assert_unchanged()
+    assert engine.host.tokens[sequence] == [*PROMPT, *MORE[:3]]
+
+
 # Requests
 
 
