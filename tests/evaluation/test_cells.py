@@ -57,6 +57,9 @@ def one_step_kl(truth: MaskedReference, arm: Arm, sample: EncodedSample, gone: T
     count = arm.config.positions + deferred
     sides = [engine.host.replay(sequence, count, mask).logits.double().log_softmax(-1) for mask in (None, gone)]
     draft = continued(truth, given, arm.config.lookahead)
+    early = continued(truth, list(sample.turns[0]), arm.config.lookahead) if deferred else []
+    assert not deferred or early[:deferred] != given[-deferred:], "the lead is what the model would have written"
+    draft += early  # which has not come true, and follows the draft that is made now
     if draft:
         ahead = [predictions(truth, given + draft, mask, len(given), len(draft)) for mask in (None, gone)]
         sides = [torch.cat(each) for each in zip(sides, ahead, strict=True)]

@@ -196,7 +196,15 @@ def test_the_default_policy_keeps_the_defaults() -> None:
     assert settled(BpkvConfig(policy="full")) == BpkvConfig(policy="full", lookahead=0)  # it has nothing to judge
 
 
-PUBLISHED = {"readout": "direct", "positions": 32, "top_k": 64, "lookahead": 0, "pooling": 1, "safeguard": 0.0}
+PUBLISHED = {
+    "readout": "direct",
+    "positions": 32,
+    "recent": 40,
+    "top_k": 64,
+    "lookahead": 0,
+    "pooling": 1,
+    "safeguard": 0.0,
+}
 
 
 def test_the_preset_paper_is_the_published_form() -> None:
@@ -238,8 +246,8 @@ def test_peers_have_one_form_and_look_ahead_where_that_is_given_and_changes_some
     assert settled(BpkvConfig(policy=name).replace(lookahead=0)).lookahead == 0
 
 
-def test_the_paper_s_positions_and_a_deferral_need_a_wider_recent_window() -> None:
+def test_the_paper_s_recent_window_holds_its_positions_and_a_deferral() -> None:
+    config = settled(BpkvConfig(preset="paper", regime="deferred"))
+    assert (config.recent, config.positions, config.replayed_positions) == (40, 32, 40)
     with pytest.raises(ConfigError, match="recent is 32 and positions is 32 and defer is 8"):
-        settled(BpkvConfig(preset="paper", regime="deferred"))
-    config = settled(BpkvConfig(preset="paper", regime="deferred", recent=40))
-    assert (config.positions, config.replayed_positions) == (32, 40)
+        settled(BpkvConfig(preset="paper", regime="deferred", recent=32))
