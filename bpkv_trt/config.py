@@ -87,6 +87,13 @@ class BpkvConfig(BaseModel):
     lookahead: int = Field(
         32, ge=0, le=512, description="tokens drafted before a compaction of the prompt, preserved too, then taken back"
     )
+    # The likeliest beginning is not always the one that is taken; a tenth of the weight keeps what others alone need.
+    alternatives: int = Field(
+        2,
+        ge=0,
+        le=16,
+        description="more drafts, half as long, from the next most probable tokens, at a tenth of the weight",
+    )
     # As many logits as the cost model of the readout assumes; every event reports the mass they cover.
     top_k: int = Field(32, ge=2, description="logits that the distribution is followed on")
     # Each costs a share of one backward; over some 40 positions one each ranks as eight do (profiles/quality/NOTES.md).
@@ -162,7 +169,7 @@ class BpkvConfig(BaseModel):
         """The most tokens drafted for a compaction; an answer's does not look ahead, a deferred one may do so twice."""
         if self.regime == ("generation",):
             return 0
-        return self.lookahead * (2 if "deferred" in self.regime else 1)
+        return self.lookahead * (2 if "deferred" in self.regime else 1) + self.alternatives * (self.lookahead // 2)
 
     @property
     def protected(self) -> int:

@@ -1,6 +1,7 @@
 """How far the next-token distribution moves: top-K KL (`direct`) and its Fisher form by random probes (`exact`)."""
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -11,7 +12,7 @@ OVERFLOW_LIMIT = 60.0  # e^60 is far from fp32's largest number and a KL of that
 
 
 class Divergence(Protocol):
-    """KL, averaged over the scoring positions, of a shift read out as [..., M, C], C = K or R; fp32.
+    """KL, averaged over the scoring positions by their weights, of a shift read out as [..., M, C], C = K or R; fp32.
 
     Nothing but an increment is negative.
     """
@@ -33,13 +34,14 @@ class TopKDivergence:
     centred under p, KL = log1p(sum p phi(shift)), phi(x) = e^x - 1 - x, where every term is positive.
     """
 
-    def __init__(self, p: Tensor) -> None:
-        """p [M, K] fp32, rows summing to 1."""
+    def __init__(self, p: Tensor, weights: Tensor | None = None) -> None:
+        """p [M, K] fp32, rows summing to 1; `weights` [M], as `position_weights` gives them, equal by default."""
         self.p = p
+        self.weights = position_weights(p.shape[0], device=p.device) if weights is None else weights
         self.log_p = p.log()
 
     def of(self, shift: Tensor) -> Tensor:
-        return self._log_mean_exp(self.p, self.log_p, self._centred(self.p, shift)).mean(-1)
+        return self._log_mean_exp(self.p, self.log_p, self._centred(self.p, shift)) @ self.weights
 
     def increment(self, base: Tensor, shift: Tensor) -> Tensor:
         """log sum p' e^shift - sum p shift, for p' ~ p e^base and the shift centred under p'."""
@@ -47,10 +49,10 @@ class TopKDivergence:
         tilted = self.p * tilt.exp()
         centred = self._centred(tilted, shift)
         linear = torch.einsum("...mk,mk->...m", centred, self.p * tilt.expm1())  # (p' - p) . shift, not by subtraction
-        return (self._log_mean_exp(tilted, self.log_p + tilt, centred) + linear).mean(-1)
+        return (self._log_mean_exp(tilted, self.log_p + tilt, centred) + linear) @ self.weights
 
     def gradient(self, base: Tensor) -> Tensor:
-        return self.p * self._tilt(base).expm1() / self.p.shape[0]
+        return self.p * self._tilt(base).expm1() * self.weights.unsqueeze(-1)
 
     def _tilt(self, base: Tensor) -> Tensor:
         # log(p' / p) [M, K] for p' ~ p e^base
@@ -76,20 +78,26 @@ class TopKDivergence:
 class FisherDivergence:
     """Second-order KL, 1/2 mean over (m, r) of (dz . xi)^2, where a shift is already read out by the probes xi."""
 
-    def __init__(self, positions: int) -> None:
-        self.positions = positions
+    def __init__(self, weights: Tensor) -> None:
+        """weights [M], as `position_weights` gives them."""
+        self.weights = weights
 
     def of(self, shift: Tensor) -> Tensor:
-        assert shift.shape[-2] == self.positions
-        return shift.square().mean((-2, -1)).mul_(0.5)
+        return shift.square().mean(-1) @ self.weights / 2
 
     def increment(self, base: Tensor, shift: Tensor) -> Tensor:
-        assert base.shape[-2] == self.positions
-        return (shift * (base + shift / 2)).mean((-2, -1))
+        return (shift * (base + shift / 2)).mean(-1) @ self.weights
 
     def gradient(self, base: Tensor) -> Tensor:
-        assert base.shape[-2] == self.positions
-        return base / base.numel()
+        return base * (self.weights.unsqueeze(-1) / base.shape[-1])
+
+
+def position_weights(positions: int, drafted: Sequence[float] = (), device: torch.device | str = "cpu") -> Tensor:
+    """[M] fp32, summing to 1: equal ones, but that the last positions have those of `drafted`, relative to 1."""
+    weights = torch.ones(positions, device=device)
+    if drafted:
+        weights[-len(drafted) :] = torch.tensor(drafted, device=device)
+    return weights / weights.sum()
 
 
 def _phi(x: Tensor, bound: float) -> Tensor:

@@ -80,14 +80,21 @@ class DirectReadout:
     """The published approximation: W_O, the final norm's JVP and the head; later layers see nothing."""
 
     def __init__(
-        self, context: Tensor, residual: Tensor, ids: Tensor, p: Tensor, traits: ModelTraits, weights: ReadoutWeights
+        self,
+        context: Tensor,
+        residual: Tensor,
+        ids: Tensor,
+        p: Tensor,
+        traits: ModelTraits,
+        weights: ReadoutWeights,
+        position_weights: Tensor | None = None,
     ) -> None:
-        """context [L, M, Hq, D]; residual [M, d]; ids, p [M, K]; see `ForwardStatistics`."""
+        """context [L, M, Hq, D]; residual [M, d]; ids, p [M, K]; see `ForwardStatistics`. Position weights [M]."""
         self.context = context
         self.traits = traits
         self.weights = weights
         self.final = final_readout(residual, ids, p, traits, weights).mul_(traits.residual_multiplier)  # [M, K, d]
-        self.divergence: Divergence = TopKDivergence(p.float())
+        self.divergence: Divergence = TopKDivergence(p.float(), position_weights)
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
         """(layer, [M, K, Hq, D] fp32), one layer at a time."""

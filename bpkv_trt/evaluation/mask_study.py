@@ -124,17 +124,15 @@ def _scores(
         if before:
             engine.host.forward([engine.chunk(sequence, before)])
         with engine.statistics.look_ahead(sequence, config.lookahead, engine.trace) as drafted:
-            judge = _judge(engine, sequence, drafted)
-            return {
-                name: _rounded([judge(F.pad(mask, (0, drafted))) for mask in draw()]) for name, draw in masks.items()
-            }
+            judge, beyond = _judge(engine, sequence, drafted), (0, len(drafted))
+            return {name: _rounded([judge(F.pad(mask, beyond)) for mask in draw()]) for name, draw in masks.items()}
     finally:
         engine.close(sequence)
 
 
-def _judge(engine: Engine, sequence: int, drafted: int) -> Callable[[Tensor], float]:
+def _judge(engine: Engine, sequence: int, drafted: Sequence[float]) -> Callable[[Tensor], float]:
     view, policy = engine.pool.view(sequence), engine.compactor.policy
-    positions = engine.compactor.config.scoring_positions + drafted
+    positions = engine.compactor.config.scoring_positions + len(drafted)
     statistics = engine.statistics.collect(sequence, positions, engine.trace, drafted)
     if statistics.readout is None:
         scores = policy.score(statistics, view).double()

@@ -140,7 +140,7 @@ def _one_step_kl(
         count = min(wanted, base.pool.logical_length(full)) + event.drafted
         if event.drafted:
             known = engine.statistics
-            look_ahead(base, full, config.lookahead, known.stop_tokens, known.drafts.get(sequence))
+            look_ahead(base, full, config.lookahead, config.alternatives, known.stop_tokens, known.drafts.get(sequence))
             engine.host.forward([Chunk(ours, base.tokens[full][-event.drafted :])])
         truth, logits = base.replay(full, count).logits, engine.host.replay(ours, count).logits
     finally:

@@ -87,7 +87,7 @@ def settled(config: BpkvConfig) -> BpkvConfig:
     _check_lookahead(config, policy)
     if config.scope not in policy.scopes:
         _refuse_if_given(config, "scope", config.scope, policy.scopes)
-    ahead = {} if policy.looks_ahead else {"lookahead": 0}
+    ahead = {} if policy.looks_ahead else {"lookahead": 0, "alternatives": 0}
     own = {"scope": policy.scopes[0], **ahead, **_preset(config, policy)}
     changes = {option: value for option, value in own.items() if option not in config.model_fields_set}
     refused = [regime for regime in config.regime if regime not in policy.regimes]

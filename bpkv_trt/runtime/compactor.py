@@ -219,16 +219,16 @@ class Compactor:
         """What goes, or how many scores are NaN or Inf. Drafted tokens are scoring positions, and never counted."""
         with self.source.look_ahead(sequence, demand.lookahead, self.trace) as drafted:
             view = self.pool.view(sequence)
-            statistics = self.source.collect(sequence, demand.positions + drafted, self.trace, drafted)
+            statistics = self.source.collect(sequence, demand.positions + len(drafted), self.trace, drafted)
             with self.trace.range("score", payload=int(demand.counted.sum())):
                 scores = self._weighted(self.policy.score(statistics, view))
-            eligible = self._eligible(view, demand.first, view.logical_length - drafted - self.config.recent)
+            eligible = self._eligible(view, demand.first, view.logical_length - len(drafted) - self.config.recent)
             broken = int((~torch.isfinite(scores[eligible])).sum())
             if broken:
                 return broken
             with self.trace.range("select", payload=int(quota.evict.sum())):
                 selection = self.policy.select(scores, eligible, quota, statistics, view)
-        return _Choice(selection, float(statistics.covered_mass.mean()), drafted)
+        return _Choice(selection, float(statistics.covered_mass.mean()), len(drafted))
 
     def _reason_to_keep_all(self, demand: Demand, evicted: int) -> str | None:
         if self.policy.evicts_nothing:

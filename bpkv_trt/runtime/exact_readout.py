@@ -22,10 +22,18 @@ class ExactReadout:
     """
 
     def __init__(
-        self, host: TorchHost, sequence: int, replay: Replay, topk_ids: Tensor, topk_p: Tensor, probes: int, seed: int
+        self,
+        host: TorchHost,
+        sequence: int,
+        replay: Replay,
+        topk_ids: Tensor,
+        topk_p: Tensor,
+        probes: int,
+        seed: int,
+        position_weights: Tensor,
     ) -> None:
-        """topk_ids, topk_p: [M, K]; `seed` starts a CPU generator of the request's own."""
-        self.divergence = FisherDivergence(replay.positions.shape[0])
+        """topk_ids, topk_p [M, K]; position weights [M]; `seed` starts a CPU generator of the request's own."""
+        self.divergence = FisherDivergence(position_weights)
         self.rows: dict[int, Tensor] = {}
         generator = torch.Generator().manual_seed(seed)
         xi = fisher_probes(topk_p.cpu(), probes, generator).to(host.device)  # [M, R, K]

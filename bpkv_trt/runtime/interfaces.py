@@ -1,5 +1,6 @@
 """What compaction asks of its surroundings: a pool of any layout, and a host that runs the model."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -54,13 +55,13 @@ class StatisticsSource(Protocol):
     def draft_answer(self, sequence: int, count: int, trace: Trace) -> None:
         """Remember up to `count` tokens that the model would write now, for a `look_ahead` that comes later."""
 
-    def look_ahead(self, sequence: int, count: int, trace: Trace) -> AbstractContextManager[int]:
-        """Let about `count` tokens that may come follow the sequence until the end; gives how many there are.
+    def look_ahead(self, sequence: int, count: int, trace: Trace) -> AbstractContextManager[Sequence[float]]:
+        """Let tokens that may come, `count` in the first draft, follow the sequence; gives the weight of each.
 
         Meanwhile they belong to it: to its view, its lengths and what `collect` sees.
         """
 
-    def collect(self, sequence: int, positions: int, trace: Trace, drafted: int = 0) -> ForwardStatistics:
+    def collect(self, sequence: int, positions: int, trace: Trace, drafted: Sequence[float] = ()) -> ForwardStatistics:
         """Statistics at the last `positions` positions, the `drafted` included, with what the policy requires."""
 
     def compacted(self, sequence: int, plan: CompactionPlan) -> None:

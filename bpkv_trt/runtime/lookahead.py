@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from bpkv_trt.runtime.step import Chunk
 from bpkv_trt.runtime.torch_host import TorchHost
 
+GUESS = 0.1  # the weight of what is less likely to come: enough for what it alone needs, little for all else
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -16,8 +18,9 @@ class Draft:
     complete: bool
 
 
-def draft(host: TorchHost, sequence: int, count: int, stop_tokens: frozenset[int]) -> Draft:
-    """Append the model's own greedy continuation, up to `count` tokens or a stop token.
+def draft(host: TorchHost, sequence: int, count: int, stop_tokens: frozenset[int], choice: int = 0) -> Draft:
+    """Append the model's own greedy continuation, up to `count` tokens or a stop token; it begins with the most
+    probable token, or with the one that `choice` others exceed.
 
     Nothing that observes the sequence sees them. Raises PoolExhausted where the pool has no room for `count` rows,
     with the sequence as it was.
@@ -26,7 +29,7 @@ def draft(host: TorchHost, sequence: int, count: int, stop_tokens: frozenset[int
     start, tokens = len(host.tokens[sequence]), list[int]()
     logits = host.replay(sequence, 1).logits if count else None
     while logits is not None and len(tokens) < count:
-        token = int(logits[0].argmax())
+        token = int(logits[0].argmax() if tokens else logits[0].topk(choice + 1).indices[choice])
         if token in stop_tokens:
             return Draft(start, tokens, complete=True)
         tokens.append(token)
@@ -35,22 +38,36 @@ def draft(host: TorchHost, sequence: int, count: int, stop_tokens: frozenset[int
 
 
 def look_ahead(
-    host: TorchHost, sequence: int, count: int, stop_tokens: frozenset[int], earlier: Draft | None = None
-) -> None:
-    """Append up to `count` tokens that may come, or twice as many.
+    host: TorchHost,
+    sequence: int,
+    count: int,
+    alternatives: int,
+    stop_tokens: frozenset[int],
+    earlier: Draft | None = None,
+) -> tuple[float, ...]:
+    """Append tokens that may come; returns the weight of each, relative to a token of the sequence.
 
-    What is left of an `earlier` draft that has come true so far is taken up and continued. One that has not is still a
-    guess at what the answer needs: its tokens follow those of a new draft.
+    First comes a draft of up to `count` tokens, or what is left of an `earlier` one that has come true so far, and its
+    continuation. Then, as further guesses at what the answer needs and at a tenth of the weight, an earlier draft that
+    has not come true, and `alternatives` of half the length that begin with the next most probable tokens.
     """
-    if earlier is None:
-        draft(host, sequence, count, stop_tokens)
-        return
-    came = host.tokens[sequence][earlier.start :]
-    true = list(earlier.tokens[: len(came)]) == came
-    if not true:
-        draft(host, sequence, count, stop_tokens)
-    rest = earlier.tokens[len(came) :] if true else earlier.tokens
-    if rest:
-        host.forward([Chunk(sequence, rest)], drafting=True)
-    if true and not earlier.complete:
-        draft(host, sequence, count - len(rest), stop_tokens)
+    came = [] if earlier is None else host.tokens[sequence][earlier.start :]
+    true = earlier is not None and list(earlier.tokens[: len(came)]) == came
+    guesses = [] if earlier is None or true else [earlier]
+    for choice in range(1, alternatives + 1):
+        guesses.append(draft(host, sequence, count // 2, stop_tokens, choice))
+        host.retract(sequence, len(guesses[-1].tokens))
+    begun = len(host.tokens[sequence])
+    if earlier is not None and true:
+        _append(host, sequence, earlier.tokens[len(came) :])
+    if earlier is None or not true or not earlier.complete:
+        draft(host, sequence, count - (len(host.tokens[sequence]) - begun), stop_tokens)
+    drafted = len(host.tokens[sequence]) - begun
+    guessed = [token for guess in guesses for token in guess.tokens]
+    _append(host, sequence, guessed)
+    return (1.0,) * drafted + (GUESS,) * len(guessed)
+
+
+def _append(host: TorchHost, sequence: int, tokens: Sequence[int]) -> None:
+    if tokens:
+        host.forward([Chunk(sequence, tokens)], drafting=True)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from bpkv_trt.config import BpkvConfig
+from bpkv_trt.core.divergence import position_weights
 from bpkv_trt.core.readout import DirectReadout
 from bpkv_trt.core.running_attention import RunningAttention
 from bpkv_trt.core.statistics import ForwardStatistics, Readout
@@ -109,23 +110,23 @@ class TorchStatistics:
             observer.compacted(plan)
 
     @contextmanager
-    def look_ahead(self, sequence: int, count: int, trace: Trace) -> Iterator[int]:
-        """Let up to `count` tokens that may come follow the sequence, or, where a draft made at the end of its prompt
-        has not come true, as many more; they are taken back at the end, also where that is an error.
+    def look_ahead(self, sequence: int, count: int, trace: Trace) -> Iterator[tuple[float, ...]]:
+        """Let tokens that may come follow the sequence (`lookahead.look_ahead`): gives the weight of each.
 
-        Raises PoolExhausted where the pool has no room for them.
+        They are taken back at the end, also where that is an error. Raises PoolExhausted where the pool has no room.
         """
-        before = len(self.host.tokens[sequence])
+        before, weights = len(self.host.tokens[sequence]), tuple[float, ...]()
         try:
             if count:
                 with trace.range("readout", payload=count):
-                    look_ahead(self.host, sequence, count, self.stop_tokens, self.drafts.get(sequence))
-            yield len(self.host.tokens[sequence]) - before
+                    earlier, alternatives = self.drafts.get(sequence), self.config.alternatives
+                    weights = look_ahead(self.host, sequence, count, alternatives, self.stop_tokens, earlier)
+            yield weights
         finally:
             self.host.retract(sequence, len(self.host.tokens[sequence]) - before)
 
-    def collect(self, sequence: int, positions: int, trace: Trace, drafted: int = 0) -> ForwardStatistics:
-        """Statistics at the last `positions` logical positions, of which the last `drafted` are a draft.
+    def collect(self, sequence: int, positions: int, trace: Trace, drafted: Sequence[float] = ()) -> ForwardStatistics:
+        """Statistics at the last `positions` logical positions, of which the last ones are `drafted`, with weights.
 
         Raises NumericalError where a logit is NaN or Inf.
         """
@@ -141,8 +142,8 @@ class TorchStatistics:
                 topk_p=p,
                 covered_mass=covered,
                 positions=replay.positions,
-                drafted=drafted,
-                readout=self._readout(sequence, replay, ids, p) if "readout" in self.requires else None,
+                drafted=len(drafted),
+                readout=self._readout(sequence, replay, ids, p, drafted) if "readout" in self.requires else None,
                 received_attention=None if received is None else received.result(self.rules[0]),
                 replay_attention=self._replayed(sequence),
                 query_moments=None if moments is None else moments.result(),
@@ -155,7 +156,11 @@ class TorchStatistics:
         assert self.encoder is not None
         return repeated_attention(self.host, self.encoder, sequence, self.config.sinks)
 
-    def _readout(self, sequence: int, replay: Replay, ids: torch.Tensor, p: torch.Tensor) -> Readout:
-        if self.config.readout == "exact":
-            return ExactReadout(self.host, sequence, replay, ids, p, self.config.probes, self.config.seed)
-        return DirectReadout(replay.context, replay.residual, ids, p, self.host.traits, self.host.weights)
+    def _readout(
+        self, sequence: int, replay: Replay, ids: torch.Tensor, p: torch.Tensor, drafted: Sequence[float]
+    ) -> Readout:
+        host, config = self.host, self.config
+        weights = position_weights(ids.shape[0], drafted, ids.device)
+        if config.readout == "exact":
+            return ExactReadout(host, sequence, replay, ids, p, config.probes, config.seed, weights)
+        return DirectReadout(replay.context, replay.residual, ids, p, host.traits, host.weights, weights)
