@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ from tests.runtime.trail import Trail, follow
 PROMPT, MORE = random_tokens(1, 50), random_tokens(2, 12)
 AHEAD = 20
 REGIMES = ("prefill", "deferred")
-OPTIONS: dict[str, Any] = {"budget": "0.4", "regime": "prefill", "lookahead": AHEAD}
+OPTIONS: dict[str, Any] = {"budget": "0.4", "regime": "prefill", "lookahead": AHEAD, "alternatives": 0}
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def watched(engine: Engine, monkeypatch: pytest.MonkeyPatch, length: int) -> Spy
     """`length`: tokens that are the sequence's own."""
     spy, collect = Spy([], []), engine.statistics.collect
 
-    def kept(sequence: int, positions: int, trace: Any, drafted: int) -> ForwardStatistics:
+    def kept(sequence: int, positions: int, trace: Any, drafted: Sequence[float]) -> ForwardStatistics:
         spy.drafts.append(engine.host.tokens[sequence][length:])
         spy.statistics.append(collect(sequence, positions, trace, drafted))
         return spy.statistics[-1]
@@ -222,7 +223,7 @@ def test_a_trained_model_keeps_what_its_window_needs(make_engine: MakeEngine, lo
     """tiny-gemma's window is 32: the prompt is longer, the draft shorter and longer."""
     name, model = "tiny-gemma", loaded("tiny-gemma")
     assert model.traits.sliding_window == 32
-    engine = make_engine(name, budget="0.3", regime="prefill", lookahead=lookahead, page_size=1)
+    engine = make_engine(name, budget="0.3", regime="prefill", lookahead=lookahead, alternatives=0, page_size=1)
     (trail,) = follow(engine, [prompt_tokens(name, 1, 150)], [prompt_tokens(name, 2, 60)[1:40]])
     assert 0 < trail.events[0].drafted <= lookahead
     truth = MaskedReference(copy.deepcopy(model.model), dict.fromkeys(model.traits.sliding_layers, 32)).logits(
@@ -245,11 +246,11 @@ def test_drafted_positions_are_those_of_a_real_sequence(name: str, readout: str)
     sequence, other = drafting.open(), real.open()
     drafting.encode([(sequence, PROMPT)])
     with drafting.statistics.look_ahead(sequence, AHEAD, drafting.trace) as drafted:
-        assert drafted == AHEAD
+        assert drafted == (1.0,) * AHEAD
         real.encode([(other, drafting.host.tokens[sequence])])
         both = [
             (engine.statistics.collect(one, count, engine.trace, behind), engine.pool.view(one))
-            for engine, one, behind in ((drafting, sequence, drafted), (real, other, 0))
+            for engine, one, behind in ((drafting, sequence, drafted), (real, other, ()))
         ]
         (ours, theirs) = both
         assert torch.equal(ours[0].positions, theirs[0].positions)
