@@ -4,7 +4,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bpkv_trt.core.deletion import HeadAttention, read_shift, retained, singleton_scores
-from bpkv_trt.core.divergence import FisherDivergence, TopKDivergence
+from bpkv_trt.core.divergence import FisherDivergence, TopKDivergence, position_weights
 from bpkv_trt.core.evidence import EvidenceSource, mask_divergence, mask_shift, score_entries
 
 
@@ -85,7 +85,7 @@ def test_fisher_scores_are_the_square_of_the_read_shift(sequence_of):
     source = EvidenceSource(sequence.statistics, sequence.view, sequence.traits)
     layer, rows = next(source.rows())
     held, g = source.attention(layer, 1), rows[:, :, 1]
-    scores = singleton_scores(held.a, held.c, held.v, g, FisherDivergence(4))
+    scores = singleton_scores(held.a, held.c, held.v, g, FisherDivergence(position_weights(4)))
     for row in (0, 7, 55):
         shift = (
             sequence.exact_context(layer, ~without(sequence, layer, 1, row)[layer]).float()
@@ -93,6 +93,24 @@ def test_fisher_scores_are_the_square_of_the_read_shift(sequence_of):
         )
         exact = read_shift(shift[:, 3:].transpose(0, 1), g).square().mean() / 2
         torch.testing.assert_close(scores[row], exact, rtol=1e-3, atol=1e-12)
+
+
+@pytest.mark.parametrize("fisher", [False, True])
+def test_weighted_scores_are_the_weighted_mean_of_each_positions_own(sequence_of, fisher):
+    sequence, drafted = sequence_of(), (1.0, 0.1, 0.1)
+    source, p = EvidenceSource(sequence.statistics, sequence.view, sequence.traits), sequence.statistics.topk_p
+    layer, rows = next(source.rows())
+    held, g = source.attention(layer, 1), rows[:, :, 1]
+
+    def scores(of: slice, weights: torch.Tensor) -> torch.Tensor:
+        divergence = FisherDivergence(weights) if fisher else TopKDivergence(p[of], weights)
+        return singleton_scores(held.a[:, of], held.c[of], held.v, g[of], divergence)
+
+    alone = [scores(slice(m, m + 1), torch.ones(1)) for m in range(4)]
+    mean = sum(weight * score.double() for weight, score in zip((1.0, *drafted), alone, strict=True)) / 2.2
+    ours = scores(slice(None), position_weights(4, drafted))
+    torch.testing.assert_close(ours.double(), mean, rtol=1e-5, atol=0)
+    assert not torch.allclose(ours, scores(slice(None), position_weights(4)), rtol=1e-2)
 
 
 def test_an_entry_that_is_all_a_position_sees_goes_last():

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bpkv_trt.core.divergence import FisherDivergence, TopKDivergence
+from bpkv_trt.core.divergence import Divergence, FisherDivergence, TopKDivergence, position_weights
 
 
 def distribution(positions: int = 8, logits: int = 32) -> Tensor:
@@ -87,14 +87,63 @@ def test_the_gradient_is_the_derivative(kl_of, fisher):
     base = (torch.randn(8, 32) * 0.3).double().requires_grad_()
     value = base.square().mean() / 2 if fisher else kl_of(p, base)
     (exact,) = torch.autograd.grad(value, base)
-    divergence = FisherDivergence(8) if fisher else TopKDivergence(p.float())
+    divergence = FisherDivergence(position_weights(8)) if fisher else TopKDivergence(p.float())
     torch.testing.assert_close(divergence.gradient(base.detach().float()).double(), exact, rtol=1e-4, atol=1e-9)
 
 
 def test_fisher_is_half_the_mean_square_and_its_increment_the_difference():
-    divergence = FisherDivergence(4)
+    divergence = FisherDivergence(position_weights(4))
     base, shift = torch.randn(4, 8), torch.randn(50, 4, 8)
     exact = shift.double().square().mean((1, 2)) / 2
     torch.testing.assert_close(divergence.of(shift).double(), exact, rtol=1e-6, atol=0)
     grown = (base.double() + shift.double()).square().mean((1, 2)) / 2 - base.double().square().mean() / 2
     torch.testing.assert_close(divergence.increment(base, shift).double(), grown, rtol=1e-5, atol=1e-6)
+
+
+def plain(p: Tensor, shift: Tensor, weights: Tensor, fisher: bool) -> Tensor:
+    """One shift [M, C] -> the weighted mean, one position after the other, in float64."""
+    total = torch.zeros((), dtype=torch.float64)
+    for m in range(p.shape[0]):
+        row, moved = p[m].double() / p[m].double().sum(), shift[m].double()
+        kl = torch.logsumexp(row.log() + moved, 0) - (row * moved).sum()
+        total = total + weights[m].double() * (moved.square().sum() / len(moved) / 2 if fisher else kl)
+    return total / weights.double().sum()
+
+
+def weighted(p: Tensor, weights: Tensor, fisher: bool) -> Divergence:
+    shares = weights / weights.sum()
+    return FisherDivergence(shares) if fisher else TopKDivergence(p, shares)
+
+
+@pytest.mark.parametrize("fisher", [False, True])
+def test_with_weights_all_three_are_those_of_the_weighted_mean(fisher):
+    p, weights = distribution(6, 12), torch.tensor([1.0, 1.0, 0.1, 3.0, 0.0, 0.1])
+    base, shifts = torch.randn(6, 12) * 0.3, torch.randn(20, 6, 12) * 0.5
+    divergence = weighted(p, weights, fisher)
+    exact = torch.stack([plain(p, shift, weights, fisher) for shift in shifts])
+    torch.testing.assert_close(divergence.of(shifts).double(), exact, rtol=1e-5, atol=0)
+    grown = torch.stack([plain(p, base + shift, weights, fisher) for shift in shifts]) - plain(p, base, weights, fisher)
+    torch.testing.assert_close(divergence.increment(base, shifts).double(), grown, rtol=1e-4, atol=1e-6)
+    point = base.double().requires_grad_()
+    (slope,) = torch.autograd.grad(plain(p, point, weights, fisher), point)
+    torch.testing.assert_close(divergence.gradient(base).double(), slope, rtol=1e-4, atol=1e-8)
+    assert (divergence.gradient(base)[4] == 0).all()
+
+
+@pytest.mark.parametrize("fisher", [False, True])
+def test_equal_weights_are_a_plain_mean(fisher):
+    p, shifts = distribution(), torch.randn(50, 8, 32) * 0.1
+    divergence = weighted(p, torch.full((8,), 0.1), fisher)
+    alone = [weighted(p[m : m + 1], torch.ones(1), fisher).of(shifts[:, m : m + 1]) for m in range(8)]
+    torch.testing.assert_close(divergence.of(shifts), torch.stack(alone).mean(0), rtol=1e-5, atol=0)
+    if not fisher:
+        assert torch.equal(TopKDivergence(p).of(shifts), TopKDivergence(p, position_weights(8)).of(shifts))
+
+
+@pytest.mark.parametrize("drafted", [(), (1.0, 1.0), (1.0, 0.1, 0.1), (0.1,) * 7])
+def test_position_weights_sum_to_one_and_keep_their_ratios(drafted):
+    weights = position_weights(7, drafted)
+    relative = [1.0] * (7 - len(drafted)) + [*drafted]
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights.double(), torch.tensor(relative).double() / sum(relative), rtol=1e-6, atol=0)
+    assert float(weights.double().sum()) == pytest.approx(1, abs=1e-6)
