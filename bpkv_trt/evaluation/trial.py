@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bpkv_trt.config import BpkvConfig
+from bpkv_trt.core.divergence import position_weights
 from bpkv_trt.evaluation.metrics import Gap, gap_between
 from bpkv_trt.evaluation.reference import Reference, correct_references
 from bpkv_trt.models.loading import LoadedModel
@@ -126,7 +127,7 @@ def _one_step_kl(
 ) -> float | None:
     """The true KL of an estimated compaction that has just happened, `before` being the tokens decoded until then.
 
-    Its scoring positions are run again over the full and the compacted cache. None where nothing was estimated, or an
+    Its scoring positions are run again over the full and the compacted cache, and weigh as in the estimate. None where nothing was estimated, or an
     answer was compacted, whose full cache is not at hand.
     """
     if not events or events[-1].estimated_kl is None or events[-1].regime == "generation":
@@ -137,13 +138,14 @@ def _one_step_kl(
     try:
         if before:
             base.forward([Chunk(full, before)])
-        count = min(wanted, base.pool.logical_length(full)) + event.drafted
+        count, drafted = min(wanted, base.pool.logical_length(full)) + event.drafted, tuple[float, ...]()
         if event.drafted:
-            known = engine.statistics
-            look_ahead(base, full, config.lookahead, config.alternatives, known.stop_tokens, known.drafts.get(sequence))
+            stop_tokens, earlier = engine.statistics.stop_tokens, engine.statistics.drafts.get(sequence)
+            drafted = look_ahead(base, full, config.lookahead, config.alternatives, stop_tokens, earlier)
             engine.host.forward([Chunk(ours, base.tokens[full][-event.drafted :])])
         truth, logits = base.replay(full, count).logits, engine.host.replay(ours, count).logits
     finally:
         base.release(full)
         engine.host.release(ours)
-    return statistics.mean(gap_between(torch.log_softmax(truth, dim=-1), logits).kl)
+    kl = gap_between(torch.log_softmax(truth, dim=-1), logits).kl
+    return float(torch.tensor(kl, dtype=torch.float64) @ position_weights(count, drafted).double())

@@ -68,7 +68,7 @@ def kept_rows(full: DynamicCache, cut: DynamicCache) -> Tensor:
 
 def engine_of(name: str, rows: int, budget: int, **options: Any) -> Engine:
     config = settled(BpkvConfig(**options, budget=f"{budget}t", scope="head", regime="prefill"))
-    pool = make_pool(loaded(name), rows, config.page_size, scratch=config.lookahead, poison=True)
+    pool = make_pool(loaded(name), rows, config.page_size, scratch=config.drafted, poison=True)
     return Engine(loaded(name), config, pool)
 
 
@@ -100,7 +100,7 @@ def test_it_keeps_what_the_engine_keeps(model: PreTrainedModel, options: dict[st
     assert torch.equal(kept, engine.pool.view(sequence).position_table().long())
     (pressed,) = press.events
     assert event is not None and pressed.entries_after == event.entries_after == kept.numel()
-    assert pressed.drafted == event.drafted <= press.config.lookahead
+    assert pressed.drafted == event.drafted <= press.config.drafted
     assert (event.drafted > 0) == (press.config.lookahead > 0)
     if event.estimated_kl is not None:
         assert pressed.estimated_kl == pytest.approx(event.estimated_kl, rel=1e-3)

@@ -97,7 +97,7 @@ def test_a_deferred_compaction_scores_what_was_decoded_as_well(monkeypatch: pyte
     engine = engine_of("llama", regime="deferred,generation", budget="0.4", defer=6, lookahead=0)
     collect = engine.statistics.collect
 
-    def kept(sequence: int, positions: int, trace: object, drafted: int) -> ForwardStatistics:
+    def kept(sequence: int, positions: int, trace: object, drafted: Sequence[float]) -> ForwardStatistics:
         statistics = collect(sequence, positions, engine.trace, drafted)
         asked.append((positions, statistics.positions.tolist()))
         return statistics

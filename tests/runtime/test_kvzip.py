@@ -171,8 +171,9 @@ def test_scratch_is_what_a_copy_or_a_draft_takes_and_nothing_for_others() -> Non
     assert rows(100, regime="deferred", defer=8) == 108 + len(whole.tokens) + 8
     assert rows(5000) == 5000 + max(len(each.tokens) for each in repetitions(encoder, [0] * 5000))
     assert rows(5000, policy="snapkv") == rows(5000, policy="full", lookahead=8) == 0
-    assert rows(5000, policy="snapkv", lookahead=8) == 8 and rows(5000, policy="bpkv") == 32
-    assert rows(5000, policy="bpkv", regime="deferred") == 32 and rows(5000, policy="bpkv", regime="generation") == 0
+    assert rows(5000, policy="snapkv", lookahead=8) == 8 and rows(5000, policy="bpkv") == 32 + 2 * 16
+    assert rows(5000, policy="bpkv", regime="deferred") == 2 * 32 + 2 * 16
+    assert rows(5000, policy="bpkv", regime="generation") == 0
 
 
 def test_a_model_without_a_tokenizer_cannot_repeat() -> None:
