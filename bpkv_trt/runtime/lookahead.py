@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from bpkv_trt.runtime.step import Chunk
 from bpkv_trt.runtime.torch_host import TorchHost
 
@@ -29,7 +31,7 @@ def draft(host: TorchHost, sequence: int, count: int, stop_tokens: frozenset[int
     start, tokens = len(host.tokens[sequence]), list[int]()
     logits = host.replay(sequence, 1).logits if count else None
     while logits is not None and len(tokens) < count:
-        token = int(logits[0].argmax() if tokens else logits[0].topk(choice + 1).indices[choice])
+        token = _next(logits[0], 0 if tokens else choice)
         if token in stop_tokens:
             return Draft(start, tokens, complete=True)
         tokens.append(token)
@@ -66,6 +68,11 @@ def look_ahead(
     guessed = [token for guess in guesses for token in guess.tokens]
     _append(host, sequence, guessed)
     return (1.0,) * drafted + (GUESS,) * len(guessed)
+
+
+def _next(logits: Tensor, choice: int) -> int:
+    # The token of logits [V] that `choice` others exceed. Half types often have ties: as in argmax the lower one wins.
+    return int(logits.argsort(descending=True, stable=True)[choice] if choice else logits.argmax())
 
 
 def _append(host: TorchHost, sequence: int, tokens: Sequence[int]) -> None:
