@@ -127,8 +127,8 @@ def _one_step_kl(
 ) -> float | None:
     """The true KL of an estimated compaction that has just happened, `before` being the tokens decoded until then.
 
-    Its scoring positions are run again over the full and the compacted cache, and weigh as in the estimate. None where nothing was estimated, or an
-    answer was compacted, whose full cache is not at hand.
+    Its scoring positions are run again over the full and the compacted cache, and weigh as in the estimate. None where
+    nothing was estimated, or an answer was compacted, whose full cache is not at hand.
     """
     if not events or events[-1].estimated_kl is None or events[-1].regime == "generation":
         return None

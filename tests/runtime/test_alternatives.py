@@ -51,7 +51,7 @@ def alternative(name: str, tokens: list[int], choice: int, count: int = HALF) ->
 
 
 def drafted(engine: Engine, own: list[int], defer: int = 0) -> Drafted:
-    """What follows `own`, of which the last `defer` tokens are decoded; and its weights. Checks that nothing is left."""
+    """What follows `own`, whose last `defer` tokens are decoded, and its weights. Checks that nothing is left."""
     sequence, prompt = engine.open(), own[: len(own) - defer]
     engine.encode([(sequence, prompt)])
     if defer:
@@ -259,7 +259,7 @@ def test_a_pool_with_just_enough_pages_works_and_a_smaller_one_refuses_at_once(
 @pytest.mark.parametrize("missing", [0, 1, HALF, AHEAD + 1, 2 * AHEAD - 1])
 @pytest.mark.usefixtures("endless")
 def test_just_enough_rows_suffice_and_otherwise_all_is_as_it_was(defer: int, missing: int) -> None:
-    """Whichever draft there is no room for; where the earlier one has not come true (deferred) all three kinds count."""
+    """Whichever draft there is no room for; deferred, an earlier one that has not come true counts too."""
     own = [*PROMPT, *MORE[:defer]]
     options = {**GUESSING, "regime": "deferred" if defer else "prefill", "page_size": 1, "defer": max(defer, 1)}
     ahead = (3 if defer else 2) * AHEAD
