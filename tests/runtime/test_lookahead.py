@@ -415,10 +415,18 @@ def test_requests_of_a_batch_draft_in_turn_in_the_same_scratch_pages() -> None:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_the_default_looks_32_tokens_ahead_for_bpkv_alone(name: str) -> None:
-    for options, ahead in (({}, 32), ({"policy": "snapkv"}, 0), ({"preset": "paper"}, 0), ({"policy": "tova"}, 0)):
+def test_the_default_looks_32_tokens_ahead_and_twice_16_for_bpkv_alone(name: str) -> None:
+    for options, ahead in (
+        ({}, 32 + 2 * 16),
+        ({"alternatives": 0}, 32),
+        ({"policy": "snapkv"}, 0),
+        ({"policy": "snapkv", "lookahead": 16}, 16),  # one draft, where nothing else is given
+        ({"policy": "snapkv", "lookahead": 16, "alternatives": 1}, 16 + 8),
+        ({"preset": "paper"}, 0),
+        ({"policy": "tova"}, 0),
+    ):
         config = BpkvConfig(regime="prefill", **options)
-        engine = Engine(loaded(name), config, make_pool(loaded(name), 300, 32, scratch=32))
+        engine = Engine(loaded(name), config, make_pool(loaded(name), 300, 32, scratch=ahead))
         sequence, event = compacted(engine, prompt_tokens(name, 1, 150))
         assert (event.drafted > 0) == (ahead > 0) and event.drafted <= ahead
         assert engine.scratch_pages([150]) == engine.pool.pages_for(ahead)
