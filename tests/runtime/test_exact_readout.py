@@ -132,7 +132,7 @@ def test_the_divergence_is_the_fisher_form_of_kl() -> None:
     dz = torch.randn(statistics.topk_p.shape, generator=generator).double() * 1e-3
     p = statistics.topk_p.double()
     kl = ((p * dz.exp()).sum(-1).log() - (p * dz).sum(-1)).mean()
-    probed = readout.divergence.of(torch.einsum("mrk,mk->mr", xi, dz))
+    probed = readout.divergence.of(torch.einsum("mrk,mk->mr", xi, dz).float())
     assert abs(float(probed / kl) - 1) < 0.05
 
 
