@@ -61,6 +61,10 @@ class Trace:
             if _domain is not None:
                 _domain.pop_range()
 
+    def credit(self, name: RangeName, seconds: float) -> None:
+        """Count time that was spent before, on what is used again now."""
+        self._seconds[name] += seconds
+
     def _now(self) -> int:
         if self._synchronize is not None:
             self._synchronize()

@@ -115,7 +115,7 @@ def _scores(
     masks: dict[str, Callable[[], Iterator[Tensor]]],
 ) -> dict[str, list[float | None]]:
     """By kind of mask, what one contender makes of each; the masks are not held, but drawn again."""
-    engine = Engine(loaded, config, reference.engine.pool)
+    engine = Engine(loaded, config, reference.engine.pool, memory=reference.memory)
     sequence = engine.adopt(reference.engine, reference.sequence)
     try:
         engine.statistics.prompt_ended(sequence)

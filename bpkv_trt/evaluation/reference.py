@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from bpkv_trt.evaluation.encoded import EncodedSample
 from bpkv_trt.runtime.engine import Engine
+from bpkv_trt.runtime.remembered_statistics import Memory
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Reference:
     first: int  # the first of the continuation's tokens that is measured
     correct: tuple[bool, ...]  # by reference answer: every token of it is the full cache's own choice
     measured: tuple[bool, ...]  # by reference answer: whether it comes after the last compaction due
+    memory: Memory = field(default_factory=Memory)  # what contenders find out about the whole cache
 
 
 @contextmanager

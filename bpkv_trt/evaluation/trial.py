@@ -17,7 +17,6 @@ from bpkv_trt.evaluation.reference import Reference, correct_references
 from bpkv_trt.models.loading import LoadedModel
 from bpkv_trt.runtime.engine import Engine
 from bpkv_trt.runtime.event import CompactionEvent
-from bpkv_trt.runtime.lookahead import look_ahead
 from bpkv_trt.runtime.step import Chunk
 
 TIMED_STEPS = 3  # of the continuation, decoded one at a time
@@ -37,7 +36,7 @@ class Trial:
 
 def run_trial(loaded: LoadedModel, config: BpkvConfig, reference: Reference) -> Trial:
     """Fork the reference's prompt, compact and continue it by `config`; the pool is left as it was found."""
-    engine = Engine(loaded, config, reference.engine.pool)
+    engine = Engine(loaded, config, reference.engine.pool, memory=reference.memory)
     opened = [sequence := engine.adopt(reference.engine, reference.sequence)]
     try:
         events = _compact_prompt(engine, sequence)
@@ -138,14 +137,14 @@ def _one_step_kl(
     try:
         if before:
             base.forward([Chunk(full, before)])
-        count, drafted = min(wanted, base.pool.logical_length(full)) + event.drafted, tuple[float, ...]()
-        if event.drafted:
-            stop_tokens, earlier = engine.statistics.stop_tokens, engine.statistics.drafts.get(sequence)
-            drafted = look_ahead(base, full, config.lookahead, config.alternatives, stop_tokens, earlier)
-            engine.host.forward([Chunk(ours, base.tokens[full][-event.drafted :])])
+        guess = engine.statistics.guesses[sequence]
+        count = min(wanted, base.pool.logical_length(full)) + event.drafted
+        if guess.tokens:
+            base.forward([Chunk(full, guess.tokens)])
+            engine.host.forward([Chunk(ours, guess.tokens)])
         truth, logits = base.replay(full, count).logits, engine.host.replay(ours, count).logits
     finally:
         base.release(full)
         engine.host.release(ours)
     kl = gap_between(torch.log_softmax(truth, dim=-1), logits).kl
-    return float(torch.tensor(kl, dtype=torch.float64) @ position_weights(count, drafted).double())
+    return float(torch.tensor(kl, dtype=torch.float64) @ position_weights(count, guess.weights).double())

@@ -16,6 +16,7 @@ from bpkv_trt.pool.storage import pages_of
 from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.compactor import Compactor
 from bpkv_trt.runtime.event import CompactionEvent
+from bpkv_trt.runtime.remembered_statistics import Memory, RememberedStatistics
 from bpkv_trt.runtime.scratch import scratch_rows
 from bpkv_trt.runtime.step import Chunk
 from bpkv_trt.runtime.torch_host import TorchHost
@@ -37,9 +38,11 @@ class Engine:
         observed: frozenset[Requirement] = frozenset(),
         replayed: int = 0,
         rules: Sequence[RunningAttention] = (),
+        memory: Memory | None = None,
     ) -> None:
         """`observed`, `replayed` and `rules`: what other engines, that adopt sequences of this one, need of them; the
-        rules are the `running_attention` of policies that require `received_attention`.
+        rules are the `running_attention` of policies that require `received_attention`. `memory`: of the one sequence
+        whose copies are all that engines with this memory are given.
 
         Raises ConfigError where policy, configuration and model do not go together.
         """
@@ -53,7 +56,8 @@ class Engine:
         rules = (policy.running_attention, *rules)
         encoder, tokenizer = (loaded.encoder, loaded.tokenizer) if isinstance(loaded, LoadedModel) else (None, None)
         ends = stop_tokens(loaded.model, tokenizer)
-        self.statistics = TorchStatistics(self.host, config, policy.requires | observed, rules, encoder, ends)
+        given = self.host, config, policy.requires | observed, rules, encoder, ends
+        self.statistics = TorchStatistics(*given) if memory is None else RememberedStatistics(memory, *given)
         self.compactor = Compactor(config, policy, traits, pool, self.statistics, table, self.trace)
 
     @property

@@ -20,6 +20,14 @@ class Draft:
     complete: bool
 
 
+@dataclass(frozen=True)
+class Guess:
+    """Tokens that may follow a sequence, and the weight of each relative to a token of its own."""
+
+    tokens: Sequence[int]
+    weights: tuple[float, ...]
+
+
 def draft(host: TorchHost, sequence: int, count: int, stop_tokens: frozenset[int], choice: int = 0) -> Draft:
     """Append the model's own greedy continuation, up to `count` tokens or a stop token; it begins with the most
     probable token, or with the one that `choice` others exceed.

@@ -17,7 +17,7 @@ from bpkv_trt.policies.base import Requirement
 from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.exact_readout import ExactReadout
-from bpkv_trt.runtime.lookahead import Draft, draft, look_ahead
+from bpkv_trt.runtime.lookahead import Draft, Guess, draft, look_ahead
 from bpkv_trt.runtime.observers.query_moments import QueryMomentsObserver
 from bpkv_trt.runtime.observers.received_attention import ReceivedAttention
 from bpkv_trt.runtime.repetition import repeated_attention
@@ -46,6 +46,7 @@ class TorchStatistics:
         self.received: dict[int, ReceivedAttention] = {}
         self.moments: dict[int, QueryMomentsObserver] = {}
         self.drafts: dict[int, Draft] = {}  # made at the end of a prompt that is compacted later
+        self.guesses: dict[int, Guess] = {}  # of the latest look ahead
 
     @property
     def offers(self) -> frozenset[Requirement]:
@@ -103,6 +104,7 @@ class TorchStatistics:
         self.received.pop(sequence, None)
         self.moments.pop(sequence, None)
         self.drafts.pop(sequence, None)
+        self.guesses.pop(sequence, None)
 
     def compacted(self, sequence: int, plan: CompactionPlan) -> None:
         """Move what belongs to entries."""
@@ -121,6 +123,7 @@ class TorchStatistics:
                 with trace.range("readout", payload=count):
                     earlier, alternatives = self.drafts.get(sequence), self.config.alternatives
                     weights = look_ahead(self.host, sequence, count, alternatives, self.stop_tokens, earlier)
+            self.guesses[sequence] = Guess(self.host.tokens[sequence][before:], weights)
             yield weights
         finally:
             self.host.retract(sequence, len(self.host.tokens[sequence]) - before)

@@ -1,0 +1,86 @@
+"""Statistics of a sequence that many configurations are tried on: what was found out once is not found out again."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from bpkv_trt.core.statistics import ForwardStatistics
+from bpkv_trt.profiling import Trace
+from bpkv_trt.runtime.lookahead import Draft, Guess
+from bpkv_trt.runtime.step import Chunk
+from bpkv_trt.runtime.torch_statistics import TorchStatistics
+
+Key = tuple[object, ...]
+
+
+@dataclass
+class Memory:
+    """What holds for every copy of one sequence of which nothing has been evicted, with the seconds that it took."""
+
+    drafts: dict[Key, tuple[Draft, float]] = field(default_factory=dict)
+    guesses: dict[Key, tuple[Guess, float]] = field(default_factory=dict)
+    statistics: dict[Key, tuple[ForwardStatistics, float]] = field(default_factory=dict)
+
+
+class RememberedStatistics(TorchStatistics):
+    """As `TorchStatistics`; what is taken from the memory is credited with the seconds that it took at first."""
+
+    def __init__(self, memory: Memory, *arguments: Any, **options: Any) -> None:
+        """`memory`, then what `TorchStatistics` takes."""
+        super().__init__(*arguments, **options)
+        self.memory = memory
+
+    def draft_answer(self, sequence: int, count: int, trace: Trace) -> None:
+        key = (self._length(sequence), count)
+        if key in self.memory.drafts:
+            self.drafts[sequence], seconds = self.memory.drafts[key]
+            trace.credit("readout", seconds)
+            return
+        before = trace.seconds()["readout"]
+        super().draft_answer(sequence, count, trace)
+        self.memory.drafts[key] = self.drafts[sequence], trace.seconds()["readout"] - before
+
+    @contextmanager
+    def look_ahead(self, sequence: int, count: int, trace: Trace) -> Iterator[tuple[float, ...]]:
+        earlier = self.drafts.get(sequence)
+        drafted = None if earlier is None else tuple(earlier.tokens)
+        key = (self._length(sequence), count, self.config.alternatives, drafted)
+        if not count or key not in self.memory.guesses:
+            before = trace.seconds()["readout"]
+            with super().look_ahead(sequence, count, trace) as weights:
+                self.memory.guesses[key] = self.guesses[sequence], trace.seconds()["readout"] - before
+                yield weights
+            return
+        guess, seconds = self.memory.guesses[key]
+        trace.credit("readout", seconds)
+        self.guesses[sequence] = guess
+        before = self._length(sequence)
+        try:
+            if guess.tokens:
+                self.host.forward([Chunk(sequence, guess.tokens)], drafting=True)
+            yield guess.weights
+        finally:
+            self.host.retract(sequence, self._length(sequence) - before)
+
+    def collect(self, sequence: int, positions: int, trace: Trace, drafted: Sequence[float] = ()) -> ForwardStatistics:
+        if not self._whole(sequence):
+            return super().collect(sequence, positions, trace, drafted)
+        options = self.config.model_dump_json(exclude={"budget", "generation_budget", "regime"})
+        key = (options, self._length(sequence), positions, tuple(drafted))
+        if key in self.memory.statistics:
+            statistics, seconds = self.memory.statistics[key]
+            trace.credit("readout", seconds)
+            return statistics
+        before = trace.seconds()["readout"]
+        statistics = super().collect(sequence, positions, trace, drafted)
+        self.memory.statistics[key] = statistics, trace.seconds()["readout"] - before
+        return statistics
+
+    def _length(self, sequence: int) -> int:
+        return len(self.host.tokens[sequence])
+
+    def _whole(self, sequence: int) -> bool:
+        """Whether nothing of it was evicted."""
+        rows = self.host.pool.lengths(sequence)[list(self.host.traits.compactable_layers)]
+        return bool((rows == self._length(sequence)).all())

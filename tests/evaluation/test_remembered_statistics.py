@@ -1,0 +1,94 @@
+"""What contenders share on a sample changes nothing that is measured: each alone, and after all the others."""
+
+from dataclasses import replace
+
+import pytest
+
+from bpkv_trt.config import BpkvConfig
+from bpkv_trt.evaluation.encoded import EncodedSample, encode_sample
+from bpkv_trt.evaluation.reference import reference_of
+from bpkv_trt.evaluation.tasks import make_sample
+from bpkv_trt.evaluation.trial import Trial, run_trial
+from bpkv_trt.models.stop_tokens import stop_tokens
+from bpkv_trt.policies.registry import settled
+from bpkv_trt.runtime.engine import Engine, make_pool
+from bpkv_trt.runtime.remembered_statistics import Memory
+from tests.evaluation.small_comparison import tiny_llama
+
+CONTENDERS: list[dict[str, object]] = [
+    {},
+    {"budget": "0.5"},
+    {"regime": "deferred"},
+    {"regime": "deferred", "budget": "0.5"},
+    {"readout": "direct"},
+    {"lookahead": 3},
+    {"alternatives": 0},
+    {"probes": 2},
+    {"regime": "prefill,generation", "interval": 8, "generation_budget": "16t"},
+    {"policy": "snapkv"},
+    {"policy": "snapkv", "lookahead": 6},
+    {"policy": "h2o"},
+    {"policy": "kvzip"},
+    {"policy": "kvzip", "budget": "0.5"},
+]
+
+
+def sample() -> EncodedSample:
+    loaded = tiny_llama()
+
+    def count(text: str) -> int:
+        return len(loaded.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return encode_sample(loaded, make_sample("passkey", 5, 380, count, 12))
+
+
+def near(first: float | None, second: float | None) -> bool:
+    return first == second if first is None or second is None else first == pytest.approx(second, rel=1e-3)
+
+
+def assert_same(first: Trial, second: Trial) -> None:
+    """But for the clock, and for the rounding of a draft that is run in one pass where it was decoded at first."""
+    assert first.gap is not None and second.gap is not None
+    assert first.gap.kl == pytest.approx(second.gap.kl, rel=1e-3, abs=1e-8)
+    assert (first.gap.top1, first.correct) == (second.gap.top1, second.correct)
+    assert first.retention.tolist() == second.retention.tolist()
+    assert near(first.one_step_kl, second.one_step_kl)
+    for one, other in zip(first.events, second.events, strict=True):
+        numbers = ("estimated_kl", "estimated_kl_stage1", "covered_mass")
+        for name in numbers:
+            assert near(getattr(one, name), getattr(other, name))
+        rest = {**dict.fromkeys(numbers), "seconds": {}}
+        assert replace(one, **rest) == replace(other, **rest)
+        assert bool(one.seconds.get("readout")) == bool(other.seconds.get("readout"))  # credited
+
+
+def test_what_is_remembered_is_what_would_be_found_again() -> None:
+    loaded, common = tiny_llama(), {"recent": 16, "positions": 4, "defer": 4, "page_size": 8, "lookahead": 6}
+    configs = []
+    for options in CONTENDERS:
+        peer = "policy" in options
+        shared = {name: value for name, value in common.items() if not (peer and name == "lookahead")}
+        configs.append(settled(BpkvConfig(**{**shared, "regime": "prefill", **options})))
+    observed = frozenset({"received_attention"})
+    pool = make_pool(loaded, 480, 8, caches=6)
+    base = Engine(loaded, BpkvConfig(policy="full", page_size=8), pool, observed=observed, replayed=64)  # type: ignore[arg-type]
+    with reference_of(base, sample(), 24, 4, stop_tokens(loaded.model, loaded.tokenizer)) as reference:
+        alone = [run_trial(loaded, config, replace(reference, memory=Memory())) for config in configs]
+        shared_trials = [run_trial(loaded, config, reference) for config in (*configs, *reversed(configs))]
+        assert len(reference.memory.statistics) < 2 * len(configs), "nothing was shared"
+    for one, first, again in zip(alone, shared_trials, reversed(shared_trials), strict=False):
+        assert_same(first, one)
+        assert_same(again, one)
+
+
+def test_a_memory_is_for_whole_caches() -> None:
+    loaded = tiny_llama()
+    config = settled(BpkvConfig(recent=16, positions=4, page_size=8, regime="prefill", lookahead=4, readout="direct"))
+    engine = Engine(loaded, config, make_pool(loaded, 420, 8, caches=2), memory=(memory := Memory()))
+    sequence = engine.open()
+    engine.encode([(sequence, sample().turns[0])])
+    engine.compactor.on_context_step_end(sequence)
+    assert len(memory.statistics) == 1
+    first = engine.statistics.collect(sequence, 4, engine.trace)
+    second = engine.statistics.collect(sequence, 4, engine.trace)
+    assert len(memory.statistics) == 1 and first is not second
