@@ -167,7 +167,7 @@ def test_rows_move_up_when_a_member_of_the_batch_finishes() -> None:
 
 def test_a_request_after_an_aborted_one_starts_at_position_0() -> None:
     """awslabs/keys_values#45: the one before was left in the middle of its answer."""
-    engine = engine_of("llama", rows=80 + 32, caches=1, budget="0.4")  # room to look ahead
+    engine = engine_of("llama", rows=80 + 32 + 2 * 16, caches=1, budget="0.4")  # room to look ahead
     generator = Generator(engine)
     doomed = generator.add([random_tokens(1, 60)], SamplingParams(max_new_tokens=20))
     for _ in range(12):
@@ -425,7 +425,7 @@ def test_where_epsilon_rejects_the_candidates_it_is_relaxed_and_reported(scope: 
 @pytest.mark.parametrize("refine", [0, 64])
 def test_of_two_exact_duplicates_one_stays(refine: int) -> None:
     """Two equal rows hold nearly all of a head's attention. Each alone is among the cheapest; not both may go."""
-    engine = engine_of("llama", budget="0.3", regime="prefill", scope="head", refine=refine)
+    engine = engine_of("llama", budget="0.3", regime="prefill", scope="head", refine=refine, probes=8)
     sequence = engine.open()
     engine.encode([(sequence, random_tokens(1, 50))])
     view, traits = engine.pool.view(sequence), engine.host.traits

@@ -9,7 +9,7 @@ from torch import Tensor
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.quota import Quota
 from bpkv_trt.policies.expected_attention import mean_rotation
-from bpkv_trt.policies.registry import make_policy
+from bpkv_trt.policies.registry import make_policy, settled
 from bpkv_trt.pool import SequenceView
 from tests.policies.conftest import (
     COMPACTABLE_HEADS,
@@ -102,7 +102,7 @@ def test_random_repeats_itself_and_depends_on_seed_and_length_alone(view: Sequen
 
 
 def test_full_evicts_nothing(view: SequenceView) -> None:
-    policy = make_policy(BpkvConfig(policy="full"), TRAITS)
+    policy = make_policy(settled(BpkvConfig(policy="full")), TRAITS)
     assert policy.evicts_nothing
     assert bool((policy.score(make_statistics(view), view) == 1).all())
 
