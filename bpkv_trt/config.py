@@ -21,6 +21,7 @@ from bpkv_trt.errors import ConfigError
 
 Regime = Literal["prefill", "deferred", "generation"]
 Preset = Literal["default", "paper"]
+PROBES = 64  # over all scoring positions, where nothing is said of each
 ReadoutKind = Literal["direct", "exact"]
 
 
@@ -96,8 +97,12 @@ class BpkvConfig(BaseModel):
     )
     # As many logits as the cost model of the readout assumes; every event reports the mass they cover.
     top_k: int = Field(32, ge=2, description="logits that the distribution is followed on")
-    # Each costs a share of one backward; over some 40 positions one each ranks as eight do (profiles/quality/NOTES.md).
-    probes: int = Field(1, ge=1, description="random probes of the exact readout")
+    # Over some 40 positions one each ranks as eight do (profiles/quality/NOTES.md); over few, each needs more.
+    probes: int | None = Field(
+        None,
+        ge=1,
+        description="random probes of the exact readout at every position, by default 64 over all, at least 1",
+    )
     # An answer that is found is read on: the rows beside a wanted one are wanted next.
     pooling: int = Field(5, ge=1, le=63, description="neighbouring rows over which scores are averaged, odd; 1: none")
     # A draft may take another turn than the answer; what the latest tokens attend to is the best other guess.
@@ -170,6 +175,10 @@ class BpkvConfig(BaseModel):
         if self.regime == ("generation",):
             return 0
         return self.lookahead * (2 if "deferred" in self.regime else 1) + self.alternatives * (self.lookahead // 2)
+
+    def probes_at(self, positions: int) -> int:
+        """Probes of each of so many scoring positions."""
+        return self.probes or max(1, PROBES // positions)
 
     @property
     def protected(self) -> int:

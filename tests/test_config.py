@@ -149,3 +149,9 @@ def test_a_file_settles_as_what_it_was_written_from(tmp_path: Path, options: dic
         read = BpkvConfig.from_yaml(path)
         assert read == written and read.model_fields_set == written.model_fields_set
         assert settled(read) == settled(config) == settled(settled(config))
+
+
+@pytest.mark.parametrize(("positions", "probes"), [(1, 64), (8, 8), (40, 1), (63, 1), (72, 1)])
+def test_probes_are_dealt_over_the_positions_unless_given(positions: int, probes: int) -> None:
+    assert BpkvConfig().probes_at(positions) == probes
+    assert BpkvConfig(probes=3).probes_at(positions) == 3

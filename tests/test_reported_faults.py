@@ -425,7 +425,7 @@ def test_where_epsilon_rejects_the_candidates_it_is_relaxed_and_reported(scope: 
 @pytest.mark.parametrize("refine", [0, 64])
 def test_of_two_exact_duplicates_one_stays(refine: int) -> None:
     """Two equal rows hold nearly all of a head's attention. Each alone is among the cheapest; not both may go."""
-    engine = engine_of("llama", budget="0.3", regime="prefill", scope="head", refine=refine, probes=8)
+    engine = engine_of("llama", budget="0.3", regime="prefill", scope="head", refine=refine)
     sequence = engine.open()
     engine.encode([(sequence, random_tokens(1, 50))])
     view, traits = engine.pool.view(sequence), engine.host.traits

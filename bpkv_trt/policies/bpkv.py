@@ -38,9 +38,9 @@ class Bpkv(Policy):
     Ours: what a prompt's entries are needed for shows in the answer, so up to 32 tokens of it are drafted, greedily and
     on the full cache, and their distributions preserved as well (for a deferred compaction from the end of the prompt
     too, where that draft has not come true), with shorter drafts from the next most probable tokens beside them, at a
-    tenth of the weight; the readout is the exact Jacobian, one Fisher probe a position; scores are averaged over 5
-    neighbouring rows; and since a draft may take another turn than the answer, every head first keeps half of its even
-    part by what the latest tokens attend to (SnapKV's score).
+    tenth of the weight; the readout is the exact Jacobian, by 64 Fisher probes over all positions; scores are averaged
+    over 5 neighbouring rows; and since a draft may take another turn than the answer, every head first keeps half of
+    its even part by what the latest tokens attend to (SnapKV's score).
     """
 
     name: ClassVar[str] = "bpkv"

@@ -17,8 +17,8 @@ class ExactReadout:
 
     Keys and values of other positions are constants, as they were cached before the eviction. The backward pass goes
     layer by layer from the last, one batched call for all R, so what autograd saves is one layer's. The rows are kept
-    for the second pass of selection: M R G / (2 T) of the cache's bytes in fp32, 3 % at 4,096 tokens with 40
-    positions, 2 probes and a group of 3.
+    for the second pass of selection: M R G / (2 T) of the cache's bytes in fp32, 3 % at 4,096 tokens with 72
+    positions, a probe of each, and a group of 3.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 import torch
 
-from bpkv_trt.config import BpkvConfig
+from bpkv_trt.config import PROBES, BpkvConfig
 from bpkv_trt.core.deletion import SMALLEST_TILE, TILE_ELEMENTS
 from bpkv_trt.errors import InputError
 from bpkv_trt.host_memory import free_host_bytes
@@ -50,12 +50,12 @@ def _scoring_bytes(loaded: LoadedModel, tokens: int, config: BpkvConfig) -> int:
     if "readout" not in policy_class(config.policy).requires:
         return FP32 * (held + attention)
     exact = config.readout == "exact"
-    width = config.probes if exact else config.top_k  # C
+    read = max(PROBES, m * config.probes_at(m)) if exact else m * config.top_k  # M C
     head_rows = 4 * m * config.top_k * traits.width  # of the LM head, [M, K, d], and what they become
-    backward = 5 * config.probes * m * traits.query_heads * length if exact else 0  # gradients of one layer's weights
-    rows = m * width * heads  # of the readout, one layer's
-    tile = 5 * m * width * min(length, max(SMALLEST_TILE, TILE_ELEMENTS // (traits.group * m * width)))
-    candidates = 5 * 2 * config.refine * m * width * traits.group
+    backward = 5 * read * traits.query_heads * length if exact else 0  # gradients of one layer's weights
+    rows = read * heads  # of the readout, one layer's
+    tile = 5 * read * min(length, max(SMALLEST_TILE, TILE_ELEMENTS // (traits.group * read)))
+    candidates = 5 * 2 * config.refine * read * traits.group
     return FP32 * (held + max(head_rows + max(attention, backward), attention + 3 * rows + max(tile, candidates)))
 
 

@@ -165,5 +165,6 @@ class TorchStatistics:
         host, config = self.host, self.config
         weights = position_weights(ids.shape[0], drafted, ids.device)
         if config.readout == "exact":
-            return ExactReadout(host, sequence, replay, ids, p, config.probes, config.seed, weights)
+            probes = config.probes_at(ids.shape[0])
+            return ExactReadout(host, sequence, replay, ids, p, probes, config.seed, weights)
         return DirectReadout(replay.context, replay.residual, ids, p, host.traits, host.weights, weights)

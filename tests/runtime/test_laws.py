@@ -241,7 +241,8 @@ def test_l7_scoring_grows_linearly_and_repeats_no_head(make_engine: MakeEngine, 
     short, long = largest(200), largest(800)
     assert long <= 4.2 * short
     traits, config = loaded("tiny-llama").traits, make_engine("tiny-llama").compactor.config
-    per_token = config.probes * config.replayed_positions * traits.query_heads  # weights' gradients, all probes at once
+    positions = config.replayed_positions
+    per_token = config.probes_at(positions) * positions * traits.query_heads  # weights' gradients, all probes at once
     candidates = 2 * config.refine * config.replayed_positions * config.top_k * traits.group  # however long the prompt
     assert long <= max(candidates, 800 * max(per_token, traits.layers * traits.kv_heads * traits.head_dim))
 
