@@ -13,7 +13,6 @@ from bpkv_trt.evaluation.journal import Record
 from bpkv_trt.evaluation.mask_study import study_masks
 from bpkv_trt.evaluation.reference import Reference, reference_of
 from bpkv_trt.evaluation.tasks import make_sample
-from bpkv_trt.evaluation.tasks.sample import Count
 from bpkv_trt.evaluation.trial import Trial, run_trial
 from bpkv_trt.models.loading import LoadedModel
 from bpkv_trt.models.stop_tokens import stop_tokens
@@ -51,7 +50,8 @@ def sample_bytes(loaded: LoadedModel, comparison: Comparison, turns: Sequence[in
 
 
 def _fitting_sample(loaded: LoadedModel, comparison: Comparison, task: str, seed: int) -> EncodedSample:
-    count, frame = _count(loaded), sum(map(len, loaded.encoder.encode("a"))) - _count(loaded)("a")
+    count = loaded.encoder.count
+    frame = sum(map(len, loaded.encoder.encode("a"))) - count("a")
     answer = comparison.untouched + comparison.horizon
     text = make_sample(task, seed, comparison.tokens - frame, count, comparison.lead_tokens, answer_tokens=answer)
     sample = encode_sample(loaded, text)
@@ -64,10 +64,6 @@ def _fitting_sample(loaded: LoadedModel, comparison: Comparison, task: str, seed
     turns = [len(turn) for turn in sample.turns]
     require_memory(sample_bytes(loaded, comparison, turns, rows), loaded.model.device, comparison.memory_limit)
     return sample
-
-
-def _count(loaded: LoadedModel) -> Count:
-    return lambda text: len(loaded.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _rows(comparison: Comparison, sample: EncodedSample) -> int:

@@ -72,6 +72,10 @@ class PromptEncoder:
     def _frame(self) -> tuple[str, str, str]:
         return self._render(GAP).partition(GAP)
 
+    def count(self, text: str) -> int:
+        """Tokens of plain text, special ones not counted."""
+        return len(self._encode(text))
+
     def _render(self, content: str) -> str:
         turn = [{"role": "user", "content": content}]
         rendered = self._tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)

@@ -43,6 +43,18 @@ def view() -> SequenceView:
     return pool.view(sequence)
 
 
+@pytest.fixture
+def window_only() -> SequenceView:
+    """A sequence of no more rows than the window has."""
+    torch.manual_seed(0)
+    pool = PagedKvPool(layers=LAYERS, kv_heads=HEADS, head_dim=WIDTH, pages=20, page_size=4, poison=True)
+    sequence = pool.admit()
+    pool.extend(sequence, WINDOW)
+    for layer in range(LAYERS):
+        pool.write(sequence, layer, *torch.randn(2, HEADS, WINDOW, WIDTH))
+    return pool.view(sequence)
+
+
 class Projections:
     """W_O of every layer."""
 

@@ -14,12 +14,10 @@ from bpkv_trt.errors import ConfigError
 from bpkv_trt.policies import rkv
 from bpkv_trt.policies.registry import policy_class, settled
 from bpkv_trt.policies.rkv import redundancy
-from bpkv_trt.pool import PagedKvPool, SequenceView
+from bpkv_trt.pool import SequenceView
 from tests.policies.conftest import (
     COMPACTABLE_HEADS,
     GROUP,
-    HEADS,
-    LAYERS,
     TRAITS,
     WIDTH,
     WINDOW,
@@ -95,14 +93,8 @@ def test_rkv_uses_the_softcap_of_the_model(view: SequenceView) -> None:
     assert not torch.allclose(capped, scores_of("rkv", view, statistics))
 
 
-def test_rkv_of_nothing_but_a_window() -> None:
-    pool = PagedKvPool(layers=LAYERS, kv_heads=HEADS, head_dim=WIDTH, pages=20, page_size=4, poison=True)
-    sequence = pool.admit()
-    pool.extend(sequence, WINDOW)
-    for layer in range(LAYERS):
-        pool.write(sequence, layer, *torch.randn(2, HEADS, WINDOW, WIDTH))
-    short = pool.view(sequence)
-    scores = scores_of("rkv", short, make_statistics(short))
+def test_rkv_of_nothing_but_a_window(window_only: SequenceView) -> None:
+    scores = scores_of("rkv", window_only, make_statistics(window_only))
     assert bool((scores[list(TRAITS.compactable_layers)] == 1).all())
 
 

@@ -47,15 +47,8 @@ def test_snapkv_uses_the_softcap_and_sink_logits_of_the_model(view: SequenceView
         assert bool((scores[layer, head, : view.lengths[layer, head] - WINDOW] < 1e-9).all())
 
 
-def test_snapkv_of_nothing_but_a_window() -> None:
-    torch.manual_seed(0)
-    pool = PagedKvPool(layers=LAYERS, kv_heads=HEADS, head_dim=WIDTH, pages=20, page_size=4, poison=True)
-    sequence = pool.admit()
-    pool.extend(sequence, WINDOW)
-    for layer in range(LAYERS):
-        pool.write(sequence, layer, *torch.randn(2, HEADS, WINDOW, WIDTH))
-    short = pool.view(sequence)
-    scores = scores_of("snapkv", short, make_statistics(short))
+def test_snapkv_of_nothing_but_a_window(window_only: SequenceView) -> None:
+    scores = scores_of("snapkv", window_only, make_statistics(window_only))
     assert bool((scores[list(TRAITS.compactable_layers)] == 1).all())
 
 

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from tests.runtime.masked_reference import MaskedReference
-from tests.runtime.random_models import ARCHITECTURES, COMPACTABLE, engine_of, plain_copy, random_tokens, wrapped
-from tests.runtime.trail import Trail, follow
+from tests.runtime.random_models import ARCHITECTURES, COMPACTABLE, engine_of, random_tokens
+from tests.runtime.trail import assert_masked, follow
 
 LENGTHS, STEPS = (70, 9, 41), (20, 3, 9)  # unequal; shorter and longer than the window of 8
 
@@ -13,15 +12,6 @@ LENGTHS, STEPS = (70, 9, 41), (20, 3, 9)  # unequal; shorter and longer than the
 def batch() -> tuple[list[list[int]], list[list[int]]]:
     prompts = [random_tokens(seed, length) for seed, length in enumerate(LENGTHS)]
     return prompts, [random_tokens(10 + seed, steps) for seed, steps in enumerate(STEPS)]
-
-
-def assert_masked(name: str, trails: list[Trail]) -> None:
-    traits = wrapped(name).traits
-    reference = MaskedReference(plain_copy(name), dict.fromkeys(traits.sliding_layers, traits.sliding_window or 0))
-    for trail in trails:
-        truth = reference.logits(trail.tokens, trail.hidden_from())
-        for index, logits in trail.logits.items():
-            assert float((logits - truth[index]).abs().max() / truth[index].abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -27,7 +27,7 @@ from tests.pool.snapshot import Snapshot
 from tests.runtime.conftest import TRAINED, MakeEngine, loaded, prompt_tokens
 from tests.runtime.masked_reference import MaskedReference
 from tests.runtime.random_models import COMPACTABLE, engine_of, plain_copy, random_tokens, wrapped
-from tests.runtime.trail import Trail, follow
+from tests.runtime.trail import assert_masked, follow
 
 PROMPT, MORE = random_tokens(1, 50), random_tokens(2, 12)
 AHEAD = 20
@@ -191,15 +191,6 @@ def test_what_stays_is_as_if_nothing_had_been_drafted(regime: str, scope: str) -
             assert torch.equal(*(engine.statistics.received[0].result(rule) for engine in engines))
         first, second = (engine.statistics.moments[0].result() for engine in engines)
         assert torch.equal(first.mean, second.mean) and torch.equal(first.covariance, second.covariance)
-
-
-def assert_masked(name: str, trails: list[Trail]) -> None:
-    traits = wrapped(name).traits
-    reference = MaskedReference(plain_copy(name), dict.fromkeys(traits.sliding_layers, traits.sliding_window or 0))
-    for trail in trails:
-        truth = reference.logits(trail.tokens, trail.hidden_from())
-        for index, logits in trail.logits.items():
-            assert float((logits - truth[index]).abs().max() / truth[index].abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize("name", COMPACTABLE)

@@ -9,7 +9,8 @@ from torch import Tensor
 from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.runtime.engine import Engine
 from bpkv_trt.runtime.event import CompactionEvent
-from tests.runtime.masked_reference import NEVER
+from tests.runtime.masked_reference import NEVER, MaskedReference
+from tests.runtime.random_models import plain_copy, wrapped
 
 
 @dataclass
@@ -76,3 +77,13 @@ def keep(engine: Engine, sequence: int, kept: dict[tuple[int, int], Sequence[int
     plan = CompactionPlan.from_eviction(view, evict)
     engine.statistics.compacted(sequence, plan)
     return engine.pool.apply(plan)
+
+
+def assert_masked(name: str, trails: list[Trail]) -> None:
+    """All logits are those of the full cache with what each trail lost hidden from then on (L2)."""
+    traits = wrapped(name).traits
+    reference = MaskedReference(plain_copy(name), dict.fromkeys(traits.sliding_layers, traits.sliding_window or 0))
+    for trail in trails:
+        truth = reference.logits(trail.tokens, trail.hidden_from())
+        for index, logits in trail.logits.items():
+            assert float((logits - truth[index]).abs().max() / truth[index].abs().max()) < 1e-5
