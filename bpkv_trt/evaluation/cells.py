@@ -72,8 +72,9 @@ def _rows(comparison: Comparison, sample: EncodedSample) -> int:
 
 def _further_cache(loaded: LoadedModel, comparison: Comparison, turns: Sequence[int], rows: int) -> int:
     # Beside the reference, the trial and the full cache that its estimate is held to: the trial's copy that is asked
-    # for the answer, or a scoring pass's own.
-    return max(rows, *(scratch_rows(arm.config, loaded.encoder, turns) for arm in comparison.arms))
+    # for the answer, or a scoring pass's own; and the drafts that follow both sides of that estimate.
+    drafted = max(arm.config.drafted for arm in comparison.arms)
+    return max(rows, *(scratch_rows(arm.config, loaded.encoder, turns) for arm in comparison.arms)) + 2 * drafted
 
 
 def _engine(loaded: LoadedModel, comparison: Comparison, sample: EncodedSample) -> Engine:
