@@ -95,6 +95,12 @@ class BpkvConfig(BaseModel):
         le=16,
         description="more drafts, half as long, from the next most probable tokens, at a tenth of the weight",
     )
+    # What any answer may look up is what the model looks up to repeat its prompt; 1,024 tokens tell of the others.
+    rehearsal: int = Field(
+        1024,
+        ge=0,
+        description="tokens of a prompt that the model repeats, in passages, before it is compacted; 0: none",
+    )
     # As many logits as the cost model of the readout assumes; every event reports the mass they cover.
     top_k: int = Field(32, ge=2, description="logits that the distribution is followed on")
     # Over some 40 positions one each ranks as eight do (profiles/quality/NOTES.md); over few, each needs more.
@@ -105,9 +111,13 @@ class BpkvConfig(BaseModel):
     )
     # An answer that is found is read on: the rows beside a wanted one are wanted next.
     pooling: int = Field(5, ge=1, le=63, description="neighbouring rows over which scores are averaged, odd; 1: none")
-    # A draft may take another turn than the answer; what the latest tokens attend to is the best other guess.
+    # A draft may take another turn than the answer; half is for what other answers need.
     safeguard: float = Field(
-        0.5, ge=0, le=1, description="share of its even part that every head keeps by the latest attention alone"
+        0.5,
+        ge=0,
+        le=1,
+        description="share of what is kept that goes by attention alone: that of the rehearsal, or, without one, of "
+        "every head's latest tokens",
     )
     # An eviction that leaves a head less than 2 % of its attention is outside the first-order formula.
     epsilon: float = Field(0.02, gt=0, lt=1, description="least share of its attention that an eviction leaves a head")

@@ -3,30 +3,15 @@
 from collections.abc import Iterator
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from bpkv_trt.core.attention import attention_weights
 from bpkv_trt.core.deletion import HeadAttention, read_shift, retained, singleton_scores
 from bpkv_trt.core.divergence import Divergence
+from bpkv_trt.core.held_rows import HeldRows
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.core.traits import ModelTraits
-
-
-class HeldRows(Protocol):
-    """The rows of one sequence, as a pool's `SequenceView` shows them; the core knows no pool."""
-
-    @property
-    def lengths(self) -> NDArray[np.int32]:
-        """[L, Hkv] rows held."""
-
-    def keys(self, layer: int, head: int) -> Tensor:
-        """[n, D] keys of one head."""
-
-    def values(self, layer: int, head: int) -> Tensor:
-        """[n, D] values of one head."""
 
 
 class HeadSource(Protocol):

@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from bpkv_trt.core.divergence import Divergence
+from bpkv_trt.core.rehearsal import Rehearsal
 
 
 class Readout(Protocol):
@@ -57,6 +58,7 @@ class ForwardStatistics:
     readout: Readout | None = None
     received_attention: Tensor | None = None  # [L, Hkv, T] fp32, by the policy's `running_attention`
     replay_attention: Tensor | None = None  # [L, Hkv, T] fp32, the most received while the context was repeated
+    rehearsal: Rehearsal | None = None  # where the compaction asked for one
     query_moments: QueryMoments | None = None
     projections: OutputProjections | None = None  # for policies that require `output_projection`
     sink_logits: Tensor | None = None  # [L, Hq] where the model has a learned logit in each softmax's denominator

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from bpkv_trt.core.budget import Scope
 from bpkv_trt.core.quota import Quota
-from bpkv_trt.core.safeguard import secured
+from bpkv_trt.core.safeguard import secured_by_head
 from bpkv_trt.core.selection import Selection, lowest_scores
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.policies.observation_window import ObservationWindowPolicy
@@ -31,4 +31,4 @@ class AdaKv(ObservationWindowPolicy):
     def select(
         self, scores: Tensor, eligible: Tensor, quota: Quota, statistics: ForwardStatistics, view: SequenceView
     ) -> Selection:
-        return lowest_scores(scores, eligible & ~secured(scores, eligible, quota, ALPHA), quota)
+        return lowest_scores(scores, eligible & ~secured_by_head(scores, eligible, quota, ALPHA), quota)

@@ -43,6 +43,7 @@ class Policy(ABC):
     published: ClassVar[Mapping[str, object] | None] = None  # the preset `paper`, where `defaults` are not as published
     running_attention: ClassVar[RunningAttention] = RunningAttention()  # what `received_attention` holds, if required
     looks_ahead: ClassVar[bool] = False  # whether drafted tokens are scoring positions where the user does not say
+    rehearses: ClassVar[bool] = False  # whether the model repeats the prompt for it, as far as `rehearsal` says
     takes_layer_table: ClassVar[bool] = True
     evicts_nothing: ClassVar[bool] = False
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from bpkv_trt.core.evidence import EvidenceSource, score_entries
 from bpkv_trt.core.pooling import neighbour_mean
 from bpkv_trt.core.quota import Quota
-from bpkv_trt.core.safeguard import secured
+from bpkv_trt.core.rehearsal import carried_over
+from bpkv_trt.core.safeguard import secured_by_head, secured_by_unit
 from bpkv_trt.core.selection import Selection
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.core.two_stage import two_stage
@@ -47,6 +48,7 @@ class Bpkv(Policy):
     source: ClassVar[str] = "arXiv:2610.06479"
     requires: ClassVar[frozenset[Requirement]] = frozenset({"last_queries", "readout"})
     looks_ahead: ClassVar[bool] = True
+    rehearses: ClassVar[bool] = True
     published: ClassVar[Mapping[str, object]] = MappingProxyType(
         {
             "readout": "direct",
@@ -54,6 +56,7 @@ class Bpkv(Policy):
             "recent": 40,  # covers the positions of a deferred compaction too
             "top_k": 64,
             "lookahead": 0,
+            "rehearsal": 0,
             "pooling": 1,
             "safeguard": 0.0,
         }
@@ -70,6 +73,12 @@ class Bpkv(Policy):
         assert statistics.readout is not None, "the host was not asked for a readout"
         source, divergence = EvidenceSource(statistics, view, self.traits), statistics.readout.divergence
         if self.config.safeguard:
-            attention = _LatestAttention(self.config, self.traits).score(statistics, view)
-            eligible = eligible & ~secured(attention, eligible, quota, self.config.safeguard)
+            eligible = eligible & ~self._secured(eligible, quota, statistics, view)
         return two_stage(scores, eligible, quota, source, divergence, self.config.epsilon, self.config.refine)
+
+    def _secured(self, eligible: Tensor, quota: Quota, statistics: ForwardStatistics, view: SequenceView) -> Tensor:
+        share = self.config.safeguard
+        if statistics.rehearsal is not None:
+            return secured_by_unit(carried_over(statistics.rehearsal, view, self.traits), eligible, quota, share)
+        latest = _LatestAttention(self.config, self.traits).score(statistics, view)
+        return secured_by_head(latest, eligible, quota, share)  # heads do not compete by it: they differ too much

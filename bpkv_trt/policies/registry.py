@@ -82,13 +82,15 @@ def settled(config: BpkvConfig) -> BpkvConfig:
     """
     policy = policy_class(config.policy)
     if policy.evicts_nothing:
-        return config if config.lookahead == 0 else config.replace(lookahead=0)
+        return config if config.lookahead == config.rehearsal == 0 else config.replace(lookahead=0, rehearsal=0)
     _check_table(config, policy)
     _check_lookahead(config, policy)
+    _check_rehearsal(config, policy)
     if config.scope not in policy.scopes:
         _refuse_if_given(config, "scope", config.scope, policy.scopes)
     ahead = {} if policy.looks_ahead else {"lookahead": 0, "alternatives": 0}
-    own = {"scope": policy.scopes[0], **ahead, **_preset(config, policy)}
+    rehearsal = {} if policy.rehearses else {"rehearsal": 0}
+    own = {"scope": policy.scopes[0], **ahead, **rehearsal, **_preset(config, policy)}
     changes = {option: value for option, value in own.items() if option not in config.model_fields_set}
     refused = [regime for regime in config.regime if regime not in policy.regimes]
     if refused and "regime" not in changes:
@@ -118,6 +120,13 @@ def _check_lookahead(config: BpkvConfig, policy: type[Policy]) -> None:
         raise ConfigError(
             f"lookahead is {config.lookahead}, but the policy {config.policy} does not score by the latest queries, "
             "so drafted ones would change nothing: leave lookahead out."
+        )
+
+
+def _check_rehearsal(config: BpkvConfig, policy: type[Policy]) -> None:
+    if config.rehearsal and "rehearsal" in config.model_fields_set and not policy.rehearses:
+        raise ConfigError(
+            f"rehearsal is {config.rehearsal}, but the policy {config.policy} makes no use of one: leave rehearsal out."
         )
 
 

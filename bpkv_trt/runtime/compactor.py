@@ -148,7 +148,9 @@ class Compactor:
         budget = self._resolve(self.config.budget, self.pool.logical_length(sequence), self.config.protected)
         counted = torch.from_numpy(self.pool.lengths(sequence))
         positions = min(positions, budget.tokens)
-        return Demand(regime, budget, counted, self.config.sinks, positions, self.config.lookahead)
+        return Demand(
+            regime, budget, counted, self.config.sinks, positions, self.config.lookahead, self.config.rehearsal
+        )
 
     def _answer_demand(self, sequence: int) -> Demand:
         prompt = self.requests[sequence].prompt_length
@@ -217,9 +219,11 @@ class Compactor:
 
     def _choose(self, sequence: int, demand: Demand, quota: Quota) -> _Choice | int:
         """What goes, or how many scores are NaN or Inf. Drafted tokens are scoring positions, and never counted."""
+        rehearsal = self.source.rehearse(sequence, demand.rehearsal, self.trace)
         with self.source.look_ahead(sequence, demand.lookahead, self.trace) as drafted:
             view = self.pool.view(sequence)
             statistics = self.source.collect(sequence, demand.positions + len(drafted), self.trace, drafted)
+            statistics = replace(statistics, rehearsal=rehearsal)
             with self.trace.range("score", payload=int(demand.counted.sum())):
                 scores = self._weighted(self.policy.score(statistics, view))
             eligible = self._eligible(view, demand.first, view.logical_length - len(drafted) - self.config.recent)

@@ -18,3 +18,4 @@ class Demand:
     first: int  # the first logical position that may go; the recent window bounds them from above
     positions: int  # scoring positions among the tokens of the sequence
     lookahead: int = 0  # further ones, drafted
+    rehearsal: int = 0  # tokens to repeat

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bpkv_trt.core.rehearsal import Rehearsal
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.policies.base import Requirement
 from bpkv_trt.pool.plan import CompactionPlan
@@ -54,6 +55,9 @@ class StatisticsSource(Protocol):
 
     def draft_answer(self, sequence: int, count: int, trace: Trace) -> None:
         """Remember up to `count` tokens that the model would write now, for a `look_ahead` that comes later."""
+
+    def rehearse(self, sequence: int, count: int, trace: Trace) -> Rehearsal | None:
+        """Let the model repeat some `count` tokens of a sequence of which nothing was evicted; None where none are."""
 
     def look_ahead(self, sequence: int, count: int, trace: Trace) -> AbstractContextManager[Sequence[float]]:
         """Let tokens that may come, `count` in the first draft, follow the sequence; gives the weight of each.

@@ -8,6 +8,7 @@ import torch
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.divergence import position_weights
 from bpkv_trt.core.readout import DirectReadout
+from bpkv_trt.core.rehearsal import Rehearsal
 from bpkv_trt.core.running_attention import RunningAttention
 from bpkv_trt.core.statistics import ForwardStatistics, Readout
 from bpkv_trt.core.topk import topk_distribution
@@ -20,6 +21,7 @@ from bpkv_trt.runtime.exact_readout import ExactReadout
 from bpkv_trt.runtime.lookahead import Draft, Guess, draft, look_ahead
 from bpkv_trt.runtime.observers.query_moments import QueryMomentsObserver
 from bpkv_trt.runtime.observers.received_attention import ReceivedAttention
+from bpkv_trt.runtime.rehearsal import rehearse
 from bpkv_trt.runtime.repetition import repeated_attention
 from bpkv_trt.runtime.step import Observer
 from bpkv_trt.runtime.torch_host import Replay, TorchHost
@@ -110,6 +112,16 @@ class TorchStatistics:
         """Move what belongs to entries."""
         for observer in self.observers(sequence):
             observer.compacted(plan)
+
+    def rehearse(self, sequence: int, count: int, trace: Trace) -> Rehearsal | None:
+        """Let the model repeat some `count` tokens of the sequence (`rehearsal.rehearse`), which is as before.
+
+        Raises PoolExhausted where the pool has no room for a passage.
+        """
+        if not count:
+            return None
+        with trace.range("readout", payload=count):
+            return rehearse(self.host, sequence, count, self.config.sinks)
 
     @contextmanager
     def look_ahead(self, sequence: int, count: int, trace: Trace) -> Iterator[tuple[float, ...]]:
