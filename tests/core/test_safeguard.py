@@ -1,4 +1,6 @@
-"""What every head keeps for its own sake, against a plain sort of each head by itself."""
+"""What is kept by another measure first, against plain sorts: of each head by itself, and of the heads of each unit."""
+
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bpkv_trt.core.quota import Quota
-from bpkv_trt.core.safeguard import secured
+from bpkv_trt.core.safeguard import secured_by_head, secured_by_unit
 from bpkv_trt.core.selection import count_by_unit, lowest_scores
 
 LAYERS, HEADS, ROWS = 3, 2, 12
@@ -19,26 +21,46 @@ UNITS = {
 }
 
 
-def by_sorting(scores: Tensor, eligible: Tensor, quota: Quota, share: float) -> Tensor:
-    """The definition, one head after the other."""
-    safe = torch.zeros_like(eligible)
-    for layer in range(LAYERS):
-        for head in range(HEADS):
-            unit = int(quota.unit[layer, head])
-            if unit < 0:
-                continue
-            members = (quota.unit == unit).nonzero().tolist()
-            kept = sum(int(quota.counted[one, other]) for one, other in members) - int(quota.evict[unit])
-            rows = eligible[layer, head].nonzero().flatten().tolist()
-            protected = int(quota.counted[layer, head]) - len(rows)
-            wanted = max(int(share * (kept // len(members))) - protected, 0)
-            best = sorted(rows, key=lambda row: (-float(scores[layer, head, row]), row))  # noqa: B023 (used at once)
-            safe[layer, head, best[:wanted]] = True
-    return safe
+@dataclass
+class Case:
+    """Ragged heads of which some rows may go, protected rows among the counted ones, and scores with ties."""
+
+    scores: Tensor
+    eligible: Tensor
+    quota: Quota
+
+    @property
+    def units(self) -> range:
+        return range(self.quota.evict.numel())
+
+    def heads_of(self, unit: int) -> list[tuple[int, int]]:
+        return [(layer, head) for layer, head in (self.quota.unit == unit).nonzero().tolist()]
+
+    def kept_in(self, unit: int) -> int:
+        return sum(int(self.quota.counted[each]) for each in self.heads_of(unit)) - int(self.quota.evict[unit])
+
+    def best(self, heads: list[tuple[int, int]], count: int) -> Tensor:
+        """The highest scores of some heads, as many as it takes for `count` rows to stay; ties to the earliest row."""
+        rows = [(row, *each) for each in heads for row in self.eligible[each].nonzero().flatten().tolist()]
+        protected = sum(int(self.quota.counted[each]) for each in heads) - len(rows)
+        best = sorted(rows, key=lambda at: (-float(self.scores[at[1], at[2], at[0]]), at))
+        safe = torch.zeros_like(self.eligible)
+        for row, layer, head in best[: max(count - protected, 0)]:
+            safe[layer, head, row] = True
+        return safe
 
 
-def unit_sizes(unit: Tensor) -> Tensor:
-    return unit[unit >= 0].bincount()
+@st.composite
+def cases(draw: st.DrawFn, scope: str) -> Case:
+    unit = UNITS[scope]
+    values = st.lists(st.sampled_from([0.0, 1e-6, 0.5, 1.0, 3.0]), min_size=72, max_size=72)
+    scores = torch.tensor(draw(values)).view(LAYERS, HEADS, ROWS)
+    lengths = torch.tensor(draw(st.lists(st.integers(3, ROWS), min_size=6, max_size=6))).view(LAYERS, HEADS)
+    row = torch.arange(ROWS)
+    eligible = (row >= 1) & (row < lengths[..., None] - draw(st.integers(0, 2))) & (unit >= 0)[..., None]
+    counted = torch.where(unit >= 0, lengths, 0)
+    available = [int(eligible[unit == u].sum()) for u in range(int(unit.max()) + 1)]
+    return Case(scores, eligible, Quota(unit, torch.tensor([draw(st.integers(0, n)) for n in available]), counted))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
@@ -46,23 +68,36 @@ def unit_sizes(unit: Tensor) -> Tensor:
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_every_head_keeps_its_best_up_to_its_share(scope: str, share: float, data: st.DataObject) -> None:
-    """Ragged heads, protected rows among the counted ones, ties; and what is left is enough for the quota."""
-    unit = UNITS[scope]
-    values = st.lists(st.sampled_from([0.0, 1e-6, 0.5, 1.0, 3.0]), min_size=72, max_size=72)
-    scores = torch.tensor(data.draw(values)).view(LAYERS, HEADS, ROWS)
-    lengths = torch.tensor(data.draw(st.lists(st.integers(3, ROWS), min_size=6, max_size=6))).view(LAYERS, HEADS)
-    row = torch.arange(ROWS)
-    eligible = (row >= 1) & (row < lengths[..., None] - data.draw(st.integers(0, 2))) & (unit >= 0)[..., None]
-    counted = torch.where(unit >= 0, lengths, 0)
-    available = [int(eligible[unit == u].sum()) for u in range(int(unit.max()) + 1)]
-    quota = Quota(unit, torch.tensor([data.draw(st.integers(0, n)) for n in available]), counted)
-    safe = secured(scores, eligible, quota, share)
-    assert torch.equal(safe, by_sorting(scores, eligible, quota, share))
+    """And what is left is enough for the quota."""
+    case = data.draw(cases(scope))
+    safe, truth = secured_by_head(case.scores, case.eligible, case.quota, share), torch.zeros_like(case.eligible)
+    for unit in case.units:
+        heads = case.heads_of(unit)
+        for each in heads:
+            truth |= case.best([each], int(share * (case.kept_in(unit) // len(heads))))
+    assert torch.equal(safe, truth)
     if share == 0:
         assert not safe.any()
-    left, even = count_by_unit(eligible & ~safe, unit, len(available)), quota.keep() // unit_sizes(unit)
-    enough = even >= quota.protected(eligible).max()  # where a budget covers what is protected of every head
-    assert (left >= quota.evict)[enough].all()
+    left = count_by_unit(case.eligible & ~safe, case.quota.unit, len(case.units))
+    protected = case.quota.protected(case.eligible).max()
+    for unit in case.units:
+        if case.kept_in(unit) // len(case.heads_of(unit)) >= protected:  # a budget covers what is protected of a head
+            assert left[unit] >= case.quota.evict[unit]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("scope", UNITS)
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_every_unit_keeps_its_best_up_to_its_share(scope: str, share: float, data: st.DataObject) -> None:
+    """Whichever heads they are in; and what is left is enough for the quota."""
+    case = data.draw(cases(scope))
+    safe, truth = secured_by_unit(case.scores, case.eligible, case.quota, share), torch.zeros_like(case.eligible)
+    for unit in case.units:
+        truth |= case.best(case.heads_of(unit), int(share * case.kept_in(unit)))
+    assert torch.equal(safe, truth)
+    left = count_by_unit(case.eligible & ~safe, case.quota.unit, len(case.units))
+    assert (left >= case.quota.evict).all()
 
 
 @pytest.mark.parametrize("scope", ["head", "layer", "global"])
@@ -74,7 +109,7 @@ def test_heads_of_one_length_keep_their_whole_even_part(scope: str) -> None:
     heads = 6 // (int(unit.max()) + 1)
     evict = torch.full((int(unit.max()) + 1,), heads * (ROWS - 7))
     quota = Quota(unit, evict, torch.full((LAYERS, HEADS), ROWS))
-    safe = secured(scores, eligible, quota, 1.0)
+    safe = secured_by_head(scores, eligible, quota, 1.0)
     assert (safe.sum(-1) == 7 - 3).all() and not (safe & ~eligible).any()
     gone = lowest_scores(-scores, eligible & ~safe, quota).evict  # by the opposite of what is safe
     assert (gone.sum(-1) == ROWS - 7).all() and not (gone & safe).any()
