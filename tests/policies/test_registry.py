@@ -193,7 +193,9 @@ def test_deferkv_waits_for_one_token_unless_told_otherwise() -> None:
 
 def test_the_default_policy_keeps_the_defaults() -> None:
     assert settled(BpkvConfig()) == BpkvConfig()
-    assert settled(BpkvConfig(policy="full")) == BpkvConfig(policy="full", lookahead=0)  # it has nothing to judge
+    nothing_to_judge = BpkvConfig(policy="full", lookahead=0, rehearsal=0)
+    assert settled(BpkvConfig(policy="full")) == settled(nothing_to_judge) == nothing_to_judge
+    assert settled(BpkvConfig(policy="full", lookahead=8, rehearsal=100)) == nothing_to_judge
 
 
 PUBLISHED = {
@@ -202,6 +204,7 @@ PUBLISHED = {
     "recent": 40,
     "top_k": 64,
     "lookahead": 0,
+    "rehearsal": 0,
     "pooling": 1,
     "safeguard": 0.0,
 }
@@ -220,6 +223,7 @@ def test_the_preset_paper_is_the_published_form() -> None:
     "given",
     [
         {"lookahead": 8},
+        {"rehearsal": 100, "safeguard": 0.5},
         {"readout": "exact", "probes": 4},
         {"positions": 6, "top_k": 32},
         {"pooling": 5, "safeguard": 0.25, "scope": "head"},
@@ -244,6 +248,15 @@ def test_peers_have_one_form_and_look_ahead_where_that_is_given_and_changes_some
         with pytest.raises(ConfigError, match=f"lookahead is 8, but the policy {name} does not score by the latest"):
             settled(BpkvConfig(policy=name, lookahead=8))
     assert settled(BpkvConfig(policy=name).replace(lookahead=0)).lookahead == 0
+
+
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if name not in ("bpkv", "full")])
+def test_peers_rehearse_nothing_and_say_so(name: str) -> None:
+    """Nothing that is not asked for: a rehearsal is neither run for them nor left standing in their configuration."""
+    assert settled(BpkvConfig(policy=name)).rehearsal == settled(BpkvConfig(policy=name, rehearsal=0)).rehearsal == 0
+    with pytest.raises(ConfigError) as refusal:
+        settled(BpkvConfig(policy=name, rehearsal=100))
+    assert str(refusal.value) == (f"rehearsal is 100, but the policy {name} makes no use of one: leave rehearsal out.")
 
 
 def test_the_paper_s_recent_window_holds_its_positions_and_a_deferral() -> None:
