@@ -191,7 +191,7 @@ def test_where_the_pool_holds_one_the_second_waits_until_the_first_is_done() -> 
 
 
 def test_pages_that_a_compaction_freed_admit_the_next_request() -> None:
-    options = {"budget": "0.3", "scope": "head", "regime": "prefill", "lookahead": 0}
+    options = {"budget": "0.3", "scope": "head", "regime": "prefill", "lookahead": 0, "rehearsal": 0}
     engine = engine_of("llama", rows=pages(70) * 8 // 5, caches=1, **options)
     generator = Generator(engine)
     first, second = (generator.add([PROMPTS[0]], GREEDY) for _ in range(2))
@@ -205,7 +205,7 @@ def test_pages_that_a_compaction_freed_admit_the_next_request() -> None:
 
 
 def test_a_request_that_can_never_fit_is_refused_with_numbers() -> None:
-    engine = engine_of("llama", rows=pages(60), caches=1, lookahead=0)
+    engine = engine_of("llama", rows=pages(60), caches=1, lookahead=0, rehearsal=0)
     generator = Generator(engine)
     traits = wrapped("llama").traits
     needed = pages(70) // 4 * traits.layers * traits.kv_heads

@@ -13,6 +13,7 @@ from bpkv_trt.policies.registry import settled
 from bpkv_trt.runtime import repetition
 from bpkv_trt.runtime.engine import Engine, make_pool
 from bpkv_trt.runtime.generator import Generator
+from bpkv_trt.runtime.rehearsal import ROWS
 from bpkv_trt.runtime.repetition import repeated_attention, repetitions
 from bpkv_trt.runtime.sampling import SamplingParams
 from bpkv_trt.runtime.scratch import scratch_rows
@@ -160,7 +161,7 @@ def test_the_generator_keeps_room_for_one_copy(regime: str) -> None:
     engine.pool.check_integrity()
 
 
-def test_scratch_is_what_a_copy_or_a_draft_takes_and_nothing_for_others() -> None:
+def test_scratch_is_what_a_copy_a_draft_or_a_passage_takes_and_nothing_for_others() -> None:
     encoder = loaded("tiny-llama").encoder
 
     def rows(*turns: int, **options: Any) -> int:
@@ -171,9 +172,14 @@ def test_scratch_is_what_a_copy_or_a_draft_takes_and_nothing_for_others() -> Non
     assert rows(100, regime="deferred", defer=8) == 108 + len(whole.tokens) + 8
     assert rows(5000) == 5000 + max(len(each.tokens) for each in repetitions(encoder, [0] * 5000))
     assert rows(5000, policy="snapkv") == rows(5000, policy="full", lookahead=8) == 0
-    assert rows(5000, policy="snapkv", lookahead=8) == 8 and rows(5000, policy="bpkv") == 32 + 2 * 16
-    assert rows(5000, policy="bpkv", regime="deferred") == 2 * 32 + 2 * 16
-    assert rows(5000, policy="bpkv", regime="generation") == 0
+    assert rows(5000, policy="snapkv", lookahead=8) == 8
+    ours = {"policy": "bpkv", "lookahead": 32, "alternatives": 2, "rehearsal": 0}
+    assert rows(5000, **ours) == 32 + 2 * 16 and rows(5000, **ours, regime="deferred") == 2 * 32 + 2 * 16
+    assert rows(5000, **ours, regime="generation") == 0
+    rehearsing = {**ours, "rehearsal": 200}  # a passage at a time, before anything is drafted
+    assert rows(5000, **{**rehearsing, "lookahead": 0}) == ROWS
+    assert rows(5000, **{**rehearsing, "lookahead": ROWS, "alternatives": 0}) == ROWS
+    assert rows(5000, **{**rehearsing, "lookahead": 2 * ROWS, "alternatives": 1}) == 3 * ROWS
 
 
 def test_a_model_without_a_tokenizer_cannot_repeat() -> None:

@@ -97,7 +97,7 @@ def test_l2_holds_for_every_policy(make_engine: MakeEngine, name: str, policy: s
 def test_l1_and_l2_on_real_models(make_engine: MakeEngine, name: str, length: int) -> None:
     tokens = loaded(name).encoder.encode_raw(topics["try"])[: length + 24]
     prompt, more = [tokens[:length]], [tokens[length:]]
-    options = {"regime": "prefill,generation", "interval": 12, "generation_budget": "16t", "rows": length + 32 + 2 * 16}
+    options = {"regime": "prefill,generation", "interval": 12, "generation_budget": "16t", "rows": length + 128}
     (kept,) = follow(make_engine(name, **{**options, "generation_budget": "999t"}, budget="1.0"), prompt, more)
     (full,) = follow(make_engine(name, **options, policy="full"), prompt, more)
     assert all(torch.equal(kept.logits[index], full.logits[index]) for index in full.logits)

@@ -32,7 +32,7 @@ from tests.runtime.trail import assert_masked, follow
 PROMPT, MORE = random_tokens(1, 50), random_tokens(2, 12)
 AHEAD = 20
 REGIMES = ("prefill", "deferred")
-OPTIONS: dict[str, Any] = {"budget": "0.4", "regime": "prefill", "lookahead": AHEAD, "alternatives": 0}
+OPTIONS: dict[str, Any] = {"budget": "0.4", "regime": "prefill", "lookahead": AHEAD, "alternatives": 0, "rehearsal": 0}
 
 
 @pytest.fixture
@@ -416,7 +416,7 @@ def test_the_default_looks_32_tokens_ahead_and_twice_16_for_bpkv_alone(name: str
         ({"preset": "paper"}, 0),
         ({"policy": "tova"}, 0),
     ):
-        config = BpkvConfig(regime="prefill", **options)
+        config = BpkvConfig(regime="prefill", rehearsal=0, **options)
         engine = Engine(loaded(name), config, make_pool(loaded(name), 300, 32, scratch=ahead))
         sequence, event = compacted(engine, prompt_tokens(name, 1, 150))
         assert (event.drafted > 0) == (ahead > 0) and event.drafted <= ahead
