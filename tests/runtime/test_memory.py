@@ -14,6 +14,7 @@ from bpkv_trt.models.traits_of import traits_of
 from bpkv_trt.policies.registry import settled
 from bpkv_trt.runtime.engine import Engine, make_pool
 from bpkv_trt.runtime.memory import activation_bytes, free_bytes, pool_bytes, require_memory
+from bpkv_trt.runtime.scratch import scratch_rows
 from tests.models.small_models import configurations, random_model
 
 LOOSE = 2.5  # times what is allocated, an estimate may claim
@@ -70,7 +71,9 @@ def test_activations_stay_within_their_estimate(
     name: str, options: dict[str, Any], tokens: int, dtype: torch.dtype
 ) -> None:
     loaded, config = model_of(name, dtype), settled(BpkvConfig(**options, regime="prefill"))
-    engine = Engine(loaded, config, make_pool(loaded, tokens, config.page_size, scratch=config.drafted))
+    engine = Engine(
+        loaded, config, make_pool(loaded, tokens, config.page_size, scratch=scratch_rows(config, None, [tokens]))
+    )
     sequence, prompt = engine.open(tokens), [3 + index % 900 for index in range(tokens)]
     measured = max(
         peak(lambda: engine.encode([(sequence, prompt)])),
@@ -85,7 +88,7 @@ def test_a_large_vocabulary_and_many_layers_count(vocabulary: int, layers: int, 
     """A short prompt, whose scoring positions' logits, or their statistics by layer, are the most there is."""
     loaded = model_of("llama", vocab_size=vocabulary, num_hidden_layers=layers)
     config = BpkvConfig(regime="prefill", lookahead=lookahead)
-    engine = Engine(loaded, config, make_pool(loaded, 96, config.page_size, scratch=config.drafted))
+    engine = Engine(loaded, config, make_pool(loaded, 96, config.page_size, scratch=scratch_rows(config, None, [96])))
     sequence = engine.open()
     prefill = peak(lambda: engine.encode([(sequence, list(range(3, 99)))]))
     measured = max(prefill, peak(lambda: engine.compactor.on_context_step_end(sequence)))
