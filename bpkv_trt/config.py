@@ -88,18 +88,9 @@ class BpkvConfig(BaseModel):
     lookahead: int = Field(
         32, ge=0, le=512, description="tokens drafted before a compaction of the prompt, preserved too, then taken back"
     )
-    # The likeliest beginning is not always the one that is taken; a tenth of the weight keeps what others alone need.
-    alternatives: int = Field(
-        2,
-        ge=0,
-        le=16,
-        description="more drafts, half as long, from the next most probable tokens, at a tenth of the weight",
-    )
-    # What any answer may look up is what the model looks up to repeat its prompt; 1,024 tokens tell of the others.
+    # What any answer may look up is what the model looks up to repeat its prompt; 512 tokens tell of the others.
     rehearsal: int = Field(
-        1024,
-        ge=0,
-        description="tokens of a prompt that the model repeats, in passages, before it is compacted; 0: none",
+        512, ge=0, description="tokens of a prompt that the model repeats, in passages, before it is compacted; 0: none"
     )
     # As many logits as the cost model of the readout assumes; every event reports the mass they cover.
     top_k: int = Field(32, ge=2, description="logits that the distribution is followed on")
@@ -184,7 +175,7 @@ class BpkvConfig(BaseModel):
         """The most tokens drafted for a compaction; an answer's does not look ahead, a deferred one may do so twice."""
         if self.regime == ("generation",):
             return 0
-        return self.lookahead * (2 if "deferred" in self.regime else 1) + self.alternatives * (self.lookahead // 2)
+        return self.lookahead * (2 if "deferred" in self.regime else 1)
 
     def probes_at(self, positions: int) -> int:
         """Probes of each of so many scoring positions."""

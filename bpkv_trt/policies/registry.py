@@ -88,7 +88,7 @@ def settled(config: BpkvConfig) -> BpkvConfig:
     _check_rehearsal(config, policy)
     if config.scope not in policy.scopes:
         _refuse_if_given(config, "scope", config.scope, policy.scopes)
-    ahead = {} if policy.looks_ahead else {"lookahead": 0, "alternatives": 0}
+    ahead = {} if policy.looks_ahead else {"lookahead": 0}
     rehearsal = {} if policy.rehearses else {"rehearsal": 0}
     own = {"scope": policy.scopes[0], **ahead, **rehearsal, **_preset(config, policy)}
     changes = {option: value for option, value in own.items() if option not in config.model_fields_set}

@@ -60,7 +60,7 @@ class RememberedStatistics(TorchStatistics):
     def look_ahead(self, sequence: int, count: int, trace: Trace) -> Iterator[tuple[float, ...]]:
         earlier = self.drafts.get(sequence)
         drafted = None if earlier is None else tuple(earlier.tokens)
-        key = (self._length(sequence), count, self.config.alternatives, drafted)
+        key = (self._length(sequence), count, drafted)
         if not count or key not in self.memory.guesses:
             before = trace.seconds()["readout"]
             with super().look_ahead(sequence, count, trace) as weights:

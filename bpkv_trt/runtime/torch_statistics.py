@@ -133,8 +133,7 @@ class TorchStatistics:
         try:
             if count:
                 with trace.range("readout", payload=count):
-                    earlier, alternatives = self.drafts.get(sequence), self.config.alternatives
-                    weights = look_ahead(self.host, sequence, count, alternatives, self.stop_tokens, earlier)
+                    weights = look_ahead(self.host, sequence, count, self.stop_tokens, self.drafts.get(sequence))
             self.guesses[sequence] = Guess(self.host.tokens[sequence][before:], weights)
             yield weights
         finally:
