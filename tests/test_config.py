@@ -95,8 +95,7 @@ def test_an_unusable_file_is_refused_by_name(tmp_path: Path, content: bytes) -> 
         ({"pooling": 65}, ["pooling is 65"]),
         ({"lookahead": -1}, ["lookahead is -1"]),
         ({"lookahead": 513}, ["lookahead is 513"]),
-        ({"alternatives": -1}, ["alternatives is -1"]),
-        ({"alternatives": 17}, ["alternatives is 17"]),
+        ({"rehearsal": -1}, ["rehearsal is -1"]),
         ({"safeguard": 1.5}, ["safeguard is 1.5"]),
         ({"preset": "published"}, ["preset is 'published'", "'default' or 'paper'"]),
     ],
@@ -108,20 +107,18 @@ def test_what_bpkv_alone_has_is_refused_in_the_same_way(options: dict[str, objec
 
 
 @pytest.mark.parametrize(
-    ("regime", "alternatives", "scoring", "replayed"),
+    ("regime", "scoring", "replayed"),
     [
-        ("prefill", 0, 8, 13),
-        ("prefill,generation", 0, 8, 13),
-        ("deferred", 0, 11, 21),
-        ("generation", 0, 8, 8),
-        ("prefill", 1, 8, 15),
-        ("deferred,generation", 3, 11, 27),
-        ("generation", 3, 8, 8),
+        ("prefill", 8, 13),
+        ("prefill,generation", 8, 13),
+        ("deferred", 11, 21),
+        ("deferred,generation", 11, 21),
+        ("generation", 8, 8),
     ],
 )
-def test_what_is_run_again_counts_what_is_drafted(regime: str, alternatives: int, scoring: int, replayed: int) -> None:
-    """An answer's compaction does not look ahead; an alternative is half as long, rounded down."""
-    config = BpkvConfig(regime=regime, defer=3, lookahead=5, alternatives=alternatives)
+def test_what_is_run_again_counts_what_is_drafted(regime: str, scoring: int, replayed: int) -> None:
+    """An answer's compaction does not look ahead, and a deferred one may follow an earlier draft."""
+    config = BpkvConfig(regime=regime, positions=8, defer=3, lookahead=5)
     assert (config.scoring_positions, config.replayed_positions) == (scoring, replayed)
     assert config.drafted == replayed - scoring
     assert BpkvConfig(lookahead=1).drafted == 1 and BpkvConfig(lookahead=0).drafted == 0

@@ -56,15 +56,12 @@ def one_step_kl(truth: MaskedReference, arm: Arm, sample: EncodedSample, gone: T
     engine.encode([(sequence, given)])
     count = arm.config.positions + deferred
     sides = [engine.host.replay(sequence, count, mask).logits.double().log_softmax(-1) for mask in (None, gone)]
-    lookahead, alternatives = arm.config.lookahead, arm.config.alternatives if arm.config.lookahead else 0
+    lookahead = arm.config.lookahead
     draft = continued(truth, given, lookahead)
     early = continued(truth, list(sample.turns[0]), lookahead) if deferred else []
     assert not deferred or early[:deferred] != given[-deferred:], "the lead is what the model would have written"
-    guesses = list(early)  # which has not come true, and follows the draft that is made now
-    for choice in range(1, alternatives + 1):
-        guesses += continued(truth, given, lookahead // 2, choice)
-    weights = torch.tensor([1.0] * (count + len(draft)) + [0.1] * len(guesses), dtype=torch.float64)
-    draft += guesses
+    weights = torch.tensor([1.0] * (count + len(draft)) + [0.1] * len(early), dtype=torch.float64)
+    draft += early  # which has not come true, and follows the draft that is made now
     if draft:
         ahead = [predictions(truth, given + draft, mask, len(given), len(draft)) for mask in (None, gone)]
         sides = [torch.cat(each) for each in zip(sides, ahead, strict=True)]
@@ -72,12 +69,11 @@ def one_step_kl(truth: MaskedReference, arm: Arm, sample: EncodedSample, gone: T
     return float((full.exp() * (full - masked)).sum(-1) @ weights / weights.sum())
 
 
-def continued(truth: MaskedReference, given: list[int], count: int, choice: int = 0) -> list[int]:
-    """The full cache's greedy continuation, up to `count` tokens or a stop token; its first is the `choice`-th best."""
+def continued(truth: MaskedReference, given: list[int], count: int) -> list[int]:
+    """The full cache's greedy continuation, up to `count` tokens or a stop token."""
     tokens: list[int] = []
     while len(tokens) < count:
-        best = predictions(truth, given + tokens, None, 0, 1)[0].argsort(descending=True)
-        token = int(best[0 if tokens else choice])
+        token = int(predictions(truth, given + tokens, None, 0, 1)[0].argmax())
         if token == tiny_llama().tokenizer.eos_token_id:
             break
         tokens.append(token)

@@ -17,6 +17,7 @@ from bpkv_trt.policies.registry import settled
 from bpkv_trt.runtime.engine import Engine, make_pool
 from bpkv_trt.runtime.generator import Generator
 from bpkv_trt.runtime.sampling import SamplingParams
+from bpkv_trt.runtime.scratch import scratch_rows
 from build_scripts.recall_text import recall_prompt, two_questions
 from tests.models.small_models import configurations, random_model
 from tests.runtime.masked_reference import NEVER, MaskedReference
@@ -68,7 +69,7 @@ def kept_rows(full: DynamicCache, cut: DynamicCache) -> Tensor:
 
 def engine_of(name: str, rows: int, budget: int, **options: Any) -> Engine:
     config = settled(BpkvConfig(**options, budget=f"{budget}t", scope="head", regime="prefill"))
-    pool = make_pool(loaded(name), rows, config.page_size, scratch=config.drafted, poison=True)
+    pool = make_pool(loaded(name), rows, config.page_size, scratch=scratch_rows(config, None, [rows]), poison=True)
     return Engine(loaded(name), config, pool)
 
 
@@ -78,7 +79,8 @@ def engine_of(name: str, rows: int, budget: int, **options: Any) -> Engine:
     [
         {},
         {"readout": "exact", "probes": 4, "lookahead": 0},
-        {"readout": "direct", "lookahead": 9, "pooling": 1},
+        {"readout": "direct", "lookahead": 9, "pooling": 1, "rehearsal": 0},
+        {"rehearsal": 100, "lookahead": 2},
         {"preset": "paper"},
         {"policy": "snapkv", "lookahead": 20},
         {"positions": 4, "recent": 16, "sinks": 2, "refine": 8, "epsilon": 0.1, "top_k": 8},

@@ -2,7 +2,8 @@
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bpkv_trt.config import BpkvConfig
-from bpkv_trt.core.evidence import score_entries
+from bpkv_trt.core.evidence import EvidenceSource, score_entries
 from bpkv_trt.core.running_attention import RunningAttention
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.errors import NumericalError, PoolExhausted
@@ -32,7 +33,7 @@ from tests.runtime.trail import assert_masked, follow
 PROMPT, MORE = random_tokens(1, 50), random_tokens(2, 12)
 AHEAD = 20
 REGIMES = ("prefill", "deferred")
-OPTIONS: dict[str, Any] = {"budget": "0.4", "regime": "prefill", "lookahead": AHEAD, "alternatives": 0, "rehearsal": 0}
+OPTIONS: dict[str, Any] = {"budget": "0.4", "regime": "prefill", "lookahead": AHEAD, "rehearsal": 0}
 
 
 @pytest.fixture
@@ -214,7 +215,7 @@ def test_a_trained_model_keeps_what_its_window_needs(make_engine: MakeEngine, lo
     """tiny-gemma's window is 32: the prompt is longer, the draft shorter and longer."""
     name, model = "tiny-gemma", loaded("tiny-gemma")
     assert model.traits.sliding_window == 32
-    engine = make_engine(name, budget="0.3", regime="prefill", lookahead=lookahead, alternatives=0, page_size=1)
+    engine = make_engine(name, budget="0.3", regime="prefill", lookahead=lookahead, page_size=1)
     (trail,) = follow(engine, [prompt_tokens(name, 1, 150)], [prompt_tokens(name, 2, 60)[1:40]])
     assert 0 < trail.events[0].drafted <= lookahead
     truth = MaskedReference(copy.deepcopy(model.model), dict.fromkeys(model.traits.sliding_layers, 32)).logits(
@@ -255,6 +256,69 @@ def test_drafted_positions_are_those_of_a_real_sequence(name: str, readout: str)
 
 def assert_near(ours: Tensor, theirs: Tensor) -> None:
     assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-3
+
+
+@contextmanager
+def guessing(engine: Engine, answer: list[int]) -> Iterator[tuple[int, tuple[float, ...]]]:
+    """A draft at the end of the prompt, then an answer, then the look ahead: the sequence, and the weights given."""
+    sequence = engine.open()
+    engine.encode([(sequence, PROMPT)])
+    engine.statistics.draft_answer(sequence, AHEAD, engine.trace)
+    for token in answer:
+        engine.decode([(sequence, [token])])
+    with engine.statistics.look_ahead(sequence, AHEAD, engine.trace) as weights:
+        yield sequence, tuple(weights)
+
+
+GUESSING = {**OPTIONS, "regime": "deferred", "defer": 5}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.usefixtures("endless")
+def test_a_draft_weighs_a_tenth_where_it_has_not_come_true(name: str) -> None:
+    for answer, guesses in ((MORE[:5], AHEAD), (greedy(name, PROMPT, 5), 0)):
+        with guessing(engine_of(name, **GUESSING), answer) as (_, weights):
+            assert weights == (1.0,) * AHEAD + (0.1,) * guesses
+
+
+@pytest.mark.parametrize("name", COMPACTABLE)
+@pytest.mark.usefixtures("endless")
+def test_exact_scores_are_the_weighted_mean_of_those_of_each_position(name: str) -> None:
+    """1/2 (dz . xi)^2 for dz . xi = a / (1 - a) (c - v) . row, position by position in float64; weights 1 and 0.1."""
+    engine, traits = engine_of(name, **GUESSING, readout="exact", probes=2), wrapped(name).traits
+    own, length = engine.compactor.config.scoring_positions, len(PROMPT) + 5
+    with guessing(engine, MORE[:5]) as (sequence, weights):
+        statistics = engine.statistics.collect(sequence, own + len(weights), engine.trace, weights)
+        view = engine.pool.view(sequence)
+        scores, source = score_entries(statistics, view, traits), EvidenceSource(statistics, view, traits)
+        assert statistics.drafted == len(weights) == 2 * AHEAD
+        for layer, rows in source.rows():
+            for head in range(traits.kv_heads):
+                held = source.attention(layer, head)
+                a, c, v = held.a.double(), held.c.double(), held.v.double()  # [G, M, T], [M, G, D], [T, D]
+                total = torch.zeros(a.shape[-1], dtype=torch.float64)
+                for m, weight in enumerate([1.0] * (own + AHEAD) + [0.1] * AHEAD):
+                    moved = (c[m, :, None] - v) * (a[:, m] / (1 - a[:, m]))[..., None]  # [G, T, D]
+                    read = torch.einsum("gtd,rgd->rt", moved, rows[m, :, head].double())
+                    total += weight * read.square().mean(0) / 2
+                truth = total / (own + AHEAD + 0.1 * AHEAD)
+                told = (a.amax((0, 1)) < 0.9) & (truth > truth.max() * 1e-9)
+                told[length:] = False
+                assert told.sum() > length // 2
+                torch.testing.assert_close(scores[layer, head][told].double(), truth[told], rtol=2e-3, atol=0)
+
+
+@pytest.mark.usefixtures("endless")
+def test_the_direct_readout_has_the_same_weights() -> None:
+    engine = engine_of("llama", **GUESSING, readout="direct")
+    with guessing(engine, MORE[:5]) as (sequence, weights):
+        statistics = engine.statistics.collect(sequence, 10 + len(weights), engine.trace, weights)
+    assert statistics.readout is not None
+    shift = torch.randn(statistics.topk_p.shape, generator=torch.Generator().manual_seed(0)) * 0.1
+    p = statistics.topk_p.double()
+    kl = torch.logsumexp(p.log() + shift, -1) - (p * shift).sum(-1)
+    mean = (kl[: 10 + AHEAD].sum() + 0.1 * kl[10 + AHEAD :].sum()) / (10 + AHEAD + 0.1 * AHEAD)
+    assert float(statistics.readout.divergence.of(shift)) == pytest.approx(float(mean), rel=1e-4)
 
 
 # When something goes wrong
@@ -406,13 +470,11 @@ def test_requests_of_a_batch_draft_in_turn_in_the_same_scratch_pages() -> None:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_the_default_looks_32_tokens_ahead_and_twice_16_for_bpkv_alone(name: str) -> None:
+def test_the_default_looks_32_tokens_ahead_for_bpkv_alone(name: str) -> None:
     for options, ahead in (
-        ({}, 32 + 2 * 16),
-        ({"alternatives": 0}, 32),
+        ({}, 32),
         ({"policy": "snapkv"}, 0),
-        ({"policy": "snapkv", "lookahead": 16}, 16),  # one draft, where nothing else is given
-        ({"policy": "snapkv", "lookahead": 16, "alternatives": 1}, 16 + 8),
+        ({"policy": "snapkv", "lookahead": 16}, 16),
         ({"preset": "paper"}, 0),
         ({"policy": "tova"}, 0),
     ):

@@ -32,7 +32,7 @@ PROMPT, MORE = random_tokens(1, 50), random_tokens(2, 12)
 PASSAGE, LEAD, SINKS = 10, 8, 3
 COUNTS = {"less than a passage": 7, "two passages": 25, "all": 1000}
 CALLS = {7: 1, 25: 2, 1000: 5}  # forward passes
-OPTIONS: dict[str, Any] = {"budget": "0.4", "regime": "prefill", "lookahead": 4, "alternatives": 0, "rehearsal": 25}
+OPTIONS: dict[str, Any] = {"budget": "0.4", "regime": "prefill", "lookahead": 4, "rehearsal": 25}
 
 
 @pytest.fixture(autouse=True)
