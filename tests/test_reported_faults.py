@@ -167,7 +167,7 @@ def test_rows_move_up_when_a_member_of_the_batch_finishes() -> None:
 
 def test_a_request_after_an_aborted_one_starts_at_position_0() -> None:
     """awslabs/keys_values#45: the one before was left in the middle of its answer."""
-    engine = engine_of("llama", rows=80 + 32 + 2 * 16, caches=1, budget="0.4")  # room to look ahead
+    engine = engine_of("llama", rows=80 + 16, caches=1, budget="0.4", lookahead=16, rehearsal=0)
     generator = Generator(engine)
     doomed = generator.add([random_tokens(1, 60)], SamplingParams(max_new_tokens=20))
     for _ in range(12):
@@ -274,7 +274,7 @@ def allocated_bytes() -> int:
 @pytest.mark.parametrize("policy", ["bpkv", "random"])
 def test_what_a_compaction_frees_admits_a_request_of_that_size(policy: str) -> None:
     """FMInference/H2O#12: half of every head goes; free pages rise by that number, and no memory is taken."""
-    options = {"budget": "0.5", "regime": "prefill", "scope": "head", "lookahead": 0}
+    options = {"budget": "0.5", "regime": "prefill", "scope": "head", "lookahead": 0, "rehearsal": 0}
     engine = engine_of("llama", rows=80, caches=1, policy=policy, **options)
     sequence = engine.open()
     engine.encode([(sequence, random_tokens(1, 80))])

@@ -84,7 +84,7 @@ def test_a_second_request_of_the_freed_size_is_admitted(document: dict[str, Any]
     """In a pool that the first prompt fills to its last page."""
     (prompt,) = smollm2.encoder.encode(TEXT, QUESTION)
     rows = pages_of(len(prompt) + 2, PAGE) * PAGE
-    config = BpkvConfig(budget="0.2", scope="head", lookahead=0)  # which would need room of its own
+    config = BpkvConfig(budget="0.2", scope="head", lookahead=0, rehearsal=0)  # which would need room of its own
     engine = Engine(smollm2, config, make_pool(smollm2, rows, PAGE))
     generator = Generator(engine)
     first = generator.add([prompt], SamplingParams(max_new_tokens=rows - len(prompt)))
