@@ -5,14 +5,18 @@ from dataclasses import replace
 import pytest
 
 from bpkv_trt.config import BpkvConfig
+from bpkv_trt.core.rehearsal import Rehearsal
 from bpkv_trt.evaluation.encoded import EncodedSample, encode_sample
 from bpkv_trt.evaluation.reference import reference_of
 from bpkv_trt.evaluation.tasks import make_sample
 from bpkv_trt.evaluation.trial import Trial, run_trial
 from bpkv_trt.models.stop_tokens import stop_tokens
 from bpkv_trt.policies.registry import settled
+from bpkv_trt.runtime import torch_statistics
 from bpkv_trt.runtime.engine import Engine, make_pool
+from bpkv_trt.runtime.rehearsal import rehearse
 from bpkv_trt.runtime.remembered_statistics import Memory
+from bpkv_trt.runtime.torch_host import TorchHost
 from tests.evaluation.small_comparison import tiny_llama
 
 CONTENDERS: list[dict[str, object]] = [
@@ -84,6 +88,40 @@ def test_what_is_remembered_is_what_would_be_found_again() -> None:
     for one, first, again in zip(alone, shared_trials, reversed(shared_trials), strict=False):
         assert_same(first, one)
         assert_same(again, one)
+
+
+def test_a_whole_cache_is_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all of its copies; for another number of tokens or of sinks, or a longer sequence, it is rehearsed again."""
+    loaded, asked = tiny_llama(), list[tuple[int, int]]()
+
+    def counted(host: TorchHost, sequence: int, count: int, sinks: int) -> Rehearsal | None:
+        asked.append((count, sinks))
+        return rehearse(host, sequence, count, sinks)
+
+    monkeypatch.setattr(torch_statistics, "rehearse", counted)
+    given = {"recent": 16, "positions": 4, "page_size": 8, "lookahead": 0, "regime": "prefill", "readout": "direct"}
+    pool, memory = make_pool(loaded, 480, 8, caches=3), Memory()
+    base = Engine(loaded, BpkvConfig(policy="full", page_size=8), pool, replayed=64)
+    sequence = base.open()
+    base.encode([(sequence, sample().turns[0])])
+    for options, repeated in (
+        ({"rehearsal": 100}, 1),
+        ({"rehearsal": 100, "budget": "0.5", "safeguard": 0.8}, 1),
+        ({"rehearsal": 100, "scope": "head", "pooling": 1, "refine": 0}, 1),
+        ({"rehearsal": 70}, 2),
+        ({"rehearsal": 70, "sinks": 2}, 3),
+        ({"rehearsal": 0}, 3),
+        ({"rehearsal": 100}, 3),
+    ):
+        engine = Engine(loaded, settled(BpkvConfig(**{**given, **options})), pool, memory=memory)
+        copy = engine.adopt(base, sequence)
+        event = engine.compactor.on_context_step_end(copy)
+        assert event is not None and event.note is None and len(asked) == repeated
+        engine.close(copy)
+    assert asked == [(100, 4), (70, 4), (70, 2)]
+    base.decode([(sequence, [5])])
+    engine.compactor.on_context_step_end(engine.adopt(base, sequence))
+    assert asked[3:] == [(100, 4)]
 
 
 def test_a_memory_is_for_whole_caches() -> None:
