@@ -54,7 +54,8 @@ def peak(work: Callable[[], object]) -> int:
     "options",
     [
         {"readout": "direct"},
-        {"readout": "exact"},
+        {"readout": "exact", "lookahead": 0},
+        {"readout": "exact", "lookahead": 56},  # 64 positions have a probe each; fewer, as a stop token may leave, more
         {"readout": "direct", "lookahead": 0},
         {"readout": "exact", "lookahead": 100, "probes": 4},
         {"preset": "paper"},
