@@ -1,8 +1,11 @@
 """`bpkv compare`: contenders measured side by side on the same samples, kept as they are finished."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from filelock import FileLock, Timeout
 
 from bpkv_trt.documents import write_json
 from bpkv_trt.errors import BpkvError, InputError
@@ -28,9 +31,32 @@ def run_compare(
 
     overwrite: what is at `output` is not read, and a journal of another comparison gives way.
 
-    Raises BpkvError before anything is run where the comparison cannot be made, or files of another one are in the way.
+    Raises BpkvError before anything is run where the comparison cannot be made, where files of another one are in the
+    way, or while another run writes to `output`.
     """
     comparison.check()
+    if output is None:
+        return _run(comparison, None, jobs, progress, overwrite)
+    with _alone_with(output):
+        return _run(comparison, output, jobs, progress, overwrite)
+
+
+@contextmanager
+def _alone_with(output: Path) -> Iterator[None]:
+    lock = output.with_name(output.name + ".lock")
+    try:
+        with FileLock(lock, timeout=0):
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+    except Timeout:
+        raise InputError(
+            f"Another run is adding to {output}. Nothing was run: wait until it ends, or give --json another name."
+        ) from None
+
+
+def _run(comparison: Comparison, output: Path | None, jobs: int, progress: Progress, overwrite: bool) -> Outcome:
     settings = comparison.settings()
     finished = {} if output is None else earlier_records(output, settings, overwrite)
     journal = None if output is None else Journal(output, settings, overwrite)

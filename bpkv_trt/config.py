@@ -177,6 +177,11 @@ class BpkvConfig(BaseModel):
             return 0
         return self.lookahead * (2 if "deferred" in self.regime else 1)
 
+    @property
+    def rehearsed(self) -> int:
+        """The most tokens repeated for a compaction; an answer's repeats nothing, nor does one that secures nothing."""
+        return 0 if self.regime == ("generation",) or self.safeguard == 0 else self.rehearsal
+
     def probes_at(self, positions: int) -> int:
         """Probes of each of so many scoring positions."""
         return self.probes or max(1, PROBES // positions)

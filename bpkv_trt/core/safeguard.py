@@ -15,7 +15,7 @@ def secured_by_unit(scores: Tensor, eligible: Tensor, quota: Quota, share: float
     """
     unit, inside = quota.unit, quota.unit >= 0
     protected = torch.zeros_like(quota.evict).index_add_(0, unit[inside], quota.protected(eligible)[inside])
-    safe = (share * quota.keep()).long() - protected
+    safe = (share * quota.keep().double()).long() - protected
     return lowest_in_units(-scores, eligible, unit, safe.clamp(min=0))
 
 
@@ -27,6 +27,6 @@ def secured_by_head(scores: Tensor, eligible: Tensor, quota: Quota, share: float
     """
     unit = quota.unit
     heads = torch.bincount(unit[unit >= 0], minlength=quota.evict.shape[0])
-    safe = (share * (quota.keep() // heads.clamp(min=1))).long()[unit.clamp(min=0)]  # [L, Hkv]
+    safe = (share * (quota.keep() // heads.clamp(min=1)).double()).long()[unit.clamp(min=0)]  # [L, Hkv]
     head = torch.arange(unit.numel(), device=unit.device).view_as(unit)
     return lowest_in_units(-scores, eligible, head, (safe - quota.protected(eligible)).clamp(min=0).flatten())

@@ -149,7 +149,7 @@ class Compactor:
         counted = torch.from_numpy(self.pool.lengths(sequence))
         positions = min(positions, budget.tokens)
         return Demand(
-            regime, budget, counted, self.config.sinks, positions, self.config.lookahead, self.config.rehearsal
+            regime, budget, counted, self.config.sinks, positions, self.config.lookahead, self.config.rehearsed
         )
 
     def _answer_demand(self, sequence: int) -> Demand:

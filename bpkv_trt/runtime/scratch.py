@@ -19,7 +19,7 @@ def scratch_rows(config: BpkvConfig, encoder: PromptEncoder | None, turns: Seque
     if policy.evicts_nothing:
         return 0
     if "replay" not in policy.requires:
-        return max(config.drafted, rehearsal.ROWS if config.rehearsal else 0)
+        return max(config.drafted, rehearsal.ROWS if config.rehearsed else 0)
     assert encoder is not None, "a policy that has its context replayed needs the model's tokenizer"
     context = sum(turns) + config.defer if "deferred" in config.regime else turns[0]
     return context + max(len(each.tokens) for each in repetitions(encoder, [0] * context))

@@ -79,7 +79,7 @@ class TorchHost:
         return copy
 
     def retract(self, sequence: int, count: int) -> None:
-        """Take back the last `count` tokens of a sequence, at most those that `replay` was promised."""
+        """Take back the last `count` tokens of a sequence: those of a draft, or no more than `replay` was promised."""
         if count:
             del self.tokens[sequence][-count:]
             self.pool.retract(sequence, count)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from bpkv_trt.cli import main
 
@@ -207,6 +208,15 @@ def test_places_that_cannot_be_written_to(tmp_path: Path, capsys: pytest.Capture
     assert "cannot be written to" in refused(capsys, "--plot", "/proc/plots")
     assert "is a directory" in refused(capsys, "--json", str(tmp_path))
     assert "--json" in refused(capsys, "--overwrite")
+
+
+def test_a_result_that_another_run_adds_to_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    with FileLock(tmp_path / "out.json.lock"):
+        message = refused(capsys, "--json", str(out), "--overwrite")
+        assert "Another run" in message and str(out) in message and not out.exists() and not journal(out).exists()
+    compare(out, samples="1", tasks="passkey")
+    assert [*tmp_path.iterdir()] == [out]
 
 
 def test_without_matplotlib_pictures_are_refused_before_the_run(

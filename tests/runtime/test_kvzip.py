@@ -178,6 +178,7 @@ def test_scratch_is_what_a_copy_a_draft_or_a_passage_takes_and_nothing_for_other
     assert rows(5000, **ours, regime="generation") == 0
     rehearsing = {**ours, "rehearsal": 200}  # a passage at a time, before anything is drafted
     assert rows(5000, **{**rehearsing, "lookahead": 0}) == ROWS
+    assert rows(5000, **rehearsing, regime="generation") == 0
     assert rows(5000, **{**rehearsing, "lookahead": ROWS}) == ROWS
     assert rows(5000, **{**rehearsing, "lookahead": ROWS}, regime="deferred") == 2 * ROWS
 

@@ -276,7 +276,8 @@ def counted_rehearsals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ({"regime": "deferred,generation"}, [25]),
         ({"regime": "generation"}, []),
         ({"rehearsal": 0}, []),
-        ({"preset": "paper", "positions": 5, "recent": 12}, [25]),  # it is given
+        ({"safeguard": 0.0}, []),  # nothing would go by it
+        ({"preset": "paper", "positions": 5, "recent": 12, "safeguard": 0.5}, [25]),  # both are given
         ({"budget": "1"}, []),
         ({"policy": "full"}, []),
     ],

@@ -1,0 +1,60 @@
+"""The tables of a comparison's results, as Markdown: python profiles/quality/tables.py RESULT.json [CONTENDER]
+
+Future KL of the contender (default bpkv) over that of each other one, geometric mean over samples with its 95 %
+interval, and the answers that are right of those that the full cache gets right.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def table(rows: list[Row], contender: str) -> str:
+    """One table for every regime and budget of rows."""
+    cases = dict.fromkeys((row["regime"], row["budget"]) for row in rows)
+    return "\n\n".join(
+        _case([row for row in rows if (row["regime"], row["budget"]) == case], case, contender) for case in cases
+    )
+
+
+def _case(rows: list[Row], case: tuple[str, str], contender: str) -> str:
+    others = [name for name in dict.fromkeys(row["contender"] for row in rows) if name != contender]
+    lines = [f"{case[0]}, budget {case[1]}", "", _line(["task (samples)", *(f"over {name}" for name in others)])]
+    lines.append("|" + "---|" * (len(others) + 1))
+    for own in (row for row in rows if row["contender"] == contender):
+        ratios = {pair["against"]: pair for pair in own["paired"]}
+        lines.append(_line([f"{own['task']} ({own['samples']})", *(_ratio(ratios.get(name)) for name in others)]))
+    lines += ["", _line(["right of the full cache's", "answers", contender, *others]), "|" + "---|" * (len(others) + 3)]
+    for task in dict.fromkeys(row["task"] for row in rows):
+        own = {row["contender"]: row for row in rows if row["task"] == task}
+        if own[contender]["answers"]:
+            shares = [_share(own[name]) for name in (contender, *others)]
+            lines.append(_line([task, str(own[contender]["answers"]), *shares]))
+    return "\n".join(lines)
+
+
+def _ratio(pair: Row | None) -> str:
+    return (
+        "" if pair is None else "{:.2g} ({:.2g} to {:.2g})".format(*_exp(pair["log_ratio"], pair["low"], pair["high"]))
+    )
+
+
+def _exp(*logs: float) -> list[float]:
+    return [math.exp(each) for each in logs]
+
+
+def _share(row: Row) -> str:
+    found = [row[f"accuracy_over_full{end}"] for end in ("", "_low", "_high")]
+    return "" if None in found else "{:.0%} ({:.0%} to {:.0%})".format(*found)
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    print(table(json.loads(Path(sys.argv[1]).read_text())["rows"], sys.argv[2] if len(sys.argv) > 2 else "bpkv"))
