@@ -1,36 +1,37 @@
 #!/usr/bin/env bash
 # The reported comparisons, on seeds that nothing was tuned on. Each may be stopped and started again, and goes on.
 #   profiles/quality/grids.sh PYTHON NAME...     NAME: a b c figure1 ablation answers
-# A takes an hour or more on two quiet cores. SAMPLES=30 by default; a finished comparison grows when it is raised.
+# A takes an hour on two quiet cores, the others 5 to 15 minutes. SAMPLES: of every task, in place of the number given
+# below; a finished comparison grows when it is raised.
 # Seeds 1000 to 1003, 2000 and 2001 were seen while the method still changed, so the reported ones begin at 3000.
 set -euo pipefail
 python=$1; shift
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONPATH=$PWD
-out=profiles/quality/results samples=${SAMPLES:-30} jobs=${JOBS:-2}
+out=profiles/quality/results jobs=${JOBS:-2}
 mkdir -p $out/plots
 
-compare() {  # NAME OPTIONS...
-  local name=$1; shift
+compare() {  # NAME SAMPLES OPTIONS...
+  local name=$1 samples=${SAMPLES:-$2}; shift 2
   "$python" -m bpkv_trt compare --json $out/$name.json --plot $out/plots/$name --samples "$samples" --seed 3000 \
     --jobs "$jobs" "$@"
 }
 
 for name in "$@"; do
   case $name in
-    a) compare grid_a --model smollm2 --tasks niah_multikey,redundant_facts,vt,long_text --tokens 1000 --horizon 32 \
+    a) compare grid_a 30 --model smollm2 --tasks niah_multikey,redundant_facts,vt,long_text --tokens 1000 --horizon 32 \
          --policies bpkv,snapkv,tova,criticalkv,pyramidkv,dropkv,kvzip --budgets 0.2,0.1 \
          --regime prefill --regime deferred ;;
-    b) compare grid_b --model smollm2 --tasks long_text --tokens 1000 --horizon 32 --budgets 0.2 --regime deferred \
+    b) compare grid_b 16 --model smollm2 --tasks long_text --tokens 1000 --horizon 32 --budgets 0.2 --regime deferred \
          --policies 'bpkv,full,random,streaming_llm,h2o,snapkv,tova,pyramidkv,adakv,dropkv,criticalkv,expected_attention,deferkv,inertiakv,inertiakv_lazy,inertiakv_score_free,rkv,ripplekv[layer_table=profiles/results/layer_table_smollm2.json],kvzip' ;;
-    c) compare grid_c --model gemma3-270m --tasks long_text --tokens 1000 --horizon 32 --budgets 0.2 \
+    c) compare grid_c 16 --model gemma3-270m --tasks long_text --tokens 1000 --horizon 32 --budgets 0.2 \
          --policies bpkv,snapkv,tova,h2o,kvzip --regime prefill --regime deferred ;;
-    figure1) compare figure1 --model smollm2 --tasks long_text,redundant_facts --tokens 600 --horizon 24 --masks 100 \
+    figure1) compare figure1 6 --model smollm2 --tasks long_text,redundant_facts --tokens 600 --horizon 24 --masks 100 \
          --policies 'bpkv,bpkv[preset=paper],snapkv,tova,h2o,dropkv,criticalkv,kvzip' --budgets 0.5 --regime prefill ;;
-    ablation) compare ablation --model smollm2 --tasks niah_multikey,redundant_facts,vt,long_text --tokens 1000 \
+    ablation) compare ablation 6 --model smollm2 --tasks niah_multikey,redundant_facts,vt,long_text --tokens 1000 \
          --horizon 32 --budgets 0.2 --regime prefill \
          --policies 'bpkv,bpkv[refine=0],bpkv[readout=direct],bpkv[lookahead=0],bpkv[rehearsal=0],bpkv[lookahead=0,rehearsal=0],bpkv[safeguard=0],bpkv[pooling=1],bpkv[scope=head],bpkv[preset=paper],snapkv,snapkv[lookahead=32],snapkv[positions=32],snapkv[scope=global]' ;;
-    answers) compare answers --model smollm2 --tasks niah_single,niah_multikey,niah_multiquery,vt,passkey,redundant_facts,system_rule,two_questions \
+    answers) compare answers 15 --model smollm2 --tasks niah_single,niah_multiquery,passkey,system_rule,two_questions \
          --tokens 1000 --horizon 8 --budgets 0.2 --regime prefill --policies bpkv,snapkv,kvzip ;;
     *) echo "unknown grid $name: a b c figure1 ablation answers" >&2; exit 2 ;;
   esac
