@@ -14,14 +14,8 @@ import torch
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.documents import document
-from bpkv_trt.evaluation.estimate import (
-    block_of_heads,
-    half_of_a_layer,
-    masks_of,
-    scattered,
-    scattered_of_mixed_size,
-    study,
-)
+from bpkv_trt.evaluation.estimate import study
+from bpkv_trt.evaluation.masks import block_of_heads, half_of_a_layer, masks_of, scattered, scattered_of_mixed_size
 from bpkv_trt.models.loading import load_model
 from bpkv_trt.runtime.engine import Engine, make_pool
 

@@ -1,6 +1,6 @@
 """The estimate held to the truth: masks whose divergence is both estimated and measured by masked forwards."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,62 +67,3 @@ def attention_sums(statistics: ForwardStatistics, view: SequenceView, traits: Mo
             a = source.attention(layer, head).a
             sums[layer, head, : a.shape[-1]] = a.mean((0, 1))
     return sums
-
-
-def half_of_a_layer(
-    shape: tuple[int, int, int], layers: Sequence[int], rows: slice, generator: torch.Generator
-) -> Tensor:
-    """Half of the entries of one layer within `rows`, at random: every mask is of the same size."""
-    return _random_share(shape, [_pick(layers, generator)], rows, 0.5, generator)
-
-
-def block_of_heads(
-    shape: tuple[int, int, int], layers: Sequence[int], rows: slice, generator: torch.Generator
-) -> Tensor:
-    """A tenth of the rows, side by side, in one KV head of one layer: every mask is of the same size."""
-    mask = torch.zeros(shape, dtype=torch.bool)
-    width = (rows.stop - rows.start) // 10
-    first = rows.start + int(torch.randint(rows.stop - rows.start - width + 1, (), generator=generator))
-    mask[_pick(layers, generator), _pick(range(shape[1]), generator), first : first + width] = True
-    return mask
-
-
-def scattered(shape: tuple[int, int, int], layers: Sequence[int], rows: slice, generator: torch.Generator) -> Tensor:
-    """Half of all entries within `rows`, at random over all layers: of one size, without structure."""
-    return _random_share(shape, layers, rows, 0.5, generator)
-
-
-def scattered_of_mixed_size(
-    shape: tuple[int, int, int], layers: Sequence[int], rows: slice, generator: torch.Generator
-) -> Tensor:
-    """From a twentieth to nearly all entries within `rows`, at random over all layers."""
-    share = 0.05 + 0.9 * float(torch.rand((), generator=generator))
-    return _random_share(shape, layers, rows, share, generator)
-
-
-MaskKind = Callable[[tuple[int, int, int], Sequence[int], slice, torch.Generator], Tensor]
-
-
-def masks_of(
-    kind: MaskKind, traits: ModelTraits, tokens: int, count: int, seed: int, *, sinks: int = 4, recent: int = 32
-) -> Masks:
-    """`count` masks over the rows of a sequence that are neither sinks nor recent."""
-    generator = torch.Generator().manual_seed(seed)
-    shape, rows = (traits.layers, traits.kv_heads, tokens), slice(sinks, tokens - recent)
-    for _ in range(count):
-        yield kind(shape, traits.compactable_layers, rows, generator)
-
-
-def _pick(choices: Sequence[int], generator: torch.Generator) -> int:
-    return choices[int(torch.randint(len(choices), (), generator=generator))]
-
-
-def _random_share(
-    shape: tuple[int, int, int], layers: Sequence[int], rows: slice, share: float, generator: torch.Generator
-) -> Tensor:
-    size = (len(layers), shape[1], rows.stop - rows.start)
-    drawn = torch.zeros(size, dtype=torch.bool).flatten()
-    drawn[torch.randperm(drawn.numel(), generator=generator)[: int(share * drawn.numel())]] = True
-    mask = torch.zeros(shape, dtype=torch.bool)
-    mask[list(layers), :, rows] = drawn.view(size)
-    return mask

@@ -19,8 +19,7 @@ from bpkv_trt.core.divergence import Divergence
 from bpkv_trt.core.evidence import EvidenceSource, mask_divergence
 from bpkv_trt.evaluation.arm import Arm
 from bpkv_trt.evaluation.comparison import Comparison
-from bpkv_trt.evaluation.estimate import MaskKind, masks_of
-from bpkv_trt.evaluation.masks import at_random, in_blocks
+from bpkv_trt.evaluation.masks import MaskKind, at_random, in_blocks, masks_of
 from bpkv_trt.evaluation.metrics import gap_between
 from bpkv_trt.evaluation.reference import Reference
 from bpkv_trt.models.loading import LoadedModel

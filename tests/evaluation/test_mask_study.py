@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from bpkv_trt.evaluation.cells import measure_sample
-from bpkv_trt.evaluation.estimate import masks_of
 from bpkv_trt.evaluation.mask_rows import mask_rows
 from bpkv_trt.evaluation.mask_study import KINDS
+from bpkv_trt.evaluation.masks import masks_of
 from bpkv_trt.models.loading import load_model
 from tests.evaluation.small_comparison import LLAMA, comparison, tiny_llama
 from tests.evaluation.test_cells import SEED, predictions, sample_of

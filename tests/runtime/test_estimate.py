@@ -9,7 +9,8 @@ import statistics
 import pytest
 
 from bpkv_trt.config import BpkvConfig
-from bpkv_trt.evaluation.estimate import MaskKind, block_of_heads, half_of_a_layer, masks_of, study
+from bpkv_trt.evaluation.estimate import study
+from bpkv_trt.evaluation.masks import MaskKind, block_of_heads, half_of_a_layer, masks_of
 from bpkv_trt.evaluation.ranks import spearman
 from bpkv_trt.runtime.engine import Engine, make_pool
 from profiles.estimate_truth import prompt
