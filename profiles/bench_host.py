@@ -23,8 +23,14 @@ from bpkv_trt.documents import document
 from bpkv_trt.models.loading import load_model
 from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.engine import Engine, make_pool
+from bpkv_trt.runtime.scratch import scratch_rows
 
 PROMPT, LONG, DECODES = 4096, 8000, 8
+METHODS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "direct": {"readout": "direct"},
+    "latest_tokens_alone": {"lookahead": 0, "rehearsal": 0},
+}
 
 
 def config_with(**options: Any) -> BpkvConfig:
@@ -44,7 +50,8 @@ class Bench:
 
     def engine(self, rows: int, **options: Any) -> Engine:
         config = config_with(**options)
-        return Engine(self.ours, config, make_pool(self.ours, rows, config.page_size, scratch=config.drafted), Trace())
+        scratch = scratch_rows(config, None, [rows])
+        return Engine(self.ours, config, make_pool(self.ours, rows, config.page_size, scratch=scratch), Trace())
 
     @torch.no_grad()
     def transformers_prefill(self, length: int) -> DynamicCache:
@@ -70,30 +77,29 @@ def interleaved(repeats: int, **runs: Callable[[], object]) -> dict[str, float]:
 
 
 def prefill_and_compaction(bench: Bench) -> dict[str, float]:
-    stages: dict[str, list[float]] = {"direct": [], "exact": []}
+    stages: dict[str, list[float]] = {method: [] for method in METHODS}
 
-    def ours(readout: str) -> None:
-        engine = bench.engine(PROMPT + 32, readout=readout)
+    def ours(method: str) -> None:
+        engine = bench.engine(PROMPT + 32, **METHODS[method])
         sequence = engine.open()
         start = time.perf_counter()
         engine.encode([(sequence, bench.tokens[:PROMPT])])
         host_seconds.append(time.perf_counter() - start)
         event = engine.compactor.on_context_step_end(sequence)
         assert event is not None and event.note is None
-        stages[readout].append(sum(event.seconds.values()))
+        stages[method].append(sum(event.seconds.values()))
 
     host_seconds: list[float] = []
     their_seconds: list[float] = []
-    for readout in ("direct", "exact") * (bench.repeats // 2 + 1):
+    for method in list(METHODS) * bench.repeats:
         start = time.perf_counter()
         bench.transformers_prefill(PROMPT)
         their_seconds.append(time.perf_counter() - start)
-        ours(readout)
+        ours(method)
     host, theirs = stats.median(host_seconds[1:]), stats.median(their_seconds[1:])
     return {
         "prefill_over_transformers": host / theirs,
-        "compaction_over_prefill_direct": stats.median(stages["direct"]) / host,
-        "compaction_over_prefill_exact": stats.median(stages["exact"]) / host,
+        **{f"compaction_over_prefill_{method}": stats.median(stages[method]) / host for method in METHODS},
         "prefill_s": host,
     }
 
@@ -120,9 +126,9 @@ def decode(bench: Bench, length: int) -> dict[str, float]:
     )
 
 
-def scoring_memory(bench: Bench, length: int, readout: str) -> float:
+def scoring_memory(bench: Bench, length: int, method: str) -> float:
     """Peak bytes allocated while a prompt is compacted, over the bytes of its keys and values."""
-    engine = bench.engine(length + 32, readout=readout)
+    engine = bench.engine(length + 32, **METHODS[method])
     sequence = engine.open()
     engine.encode([(sequence, bench.tokens[:length])])
     size = engine.pool.bytes_of(sequence)
@@ -146,9 +152,9 @@ def measure(bench: Bench) -> dict[str, float]:
         "decode_kept_over_own_full_8000": long["kept"] / long["full"],
         "decode_full_s": short["full"] / DECODES,
     }
-    for readout in ("direct", "exact"):
-        for length in (1024, 2048, PROMPT, 8000):
-            result[f"scoring_memory_over_kv_{readout}_{length}"] = scoring_memory(bench, length, readout)
+    for method in METHODS:
+        for length in (1024, PROMPT):
+            result[f"scoring_memory_over_kv_{method}_{length}"] = scoring_memory(bench, length, method)
     return result
 
 
