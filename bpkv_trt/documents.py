@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import tempfile
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def check_directory(path: Path) -> None:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a document; a reader sees the old file or the whole new one. NaN and infinities become null."""
     path = path.resolve()  # a link stays one, what it leads to is written
-    text = json.dumps(_finite(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    text = _text(_finite(content))
     temporary = None
     try:
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
@@ -130,6 +131,18 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
             raise
         reason = error.strerror or error
         raise InputError(f"The output {path} cannot be written ({reason}); free space or move it.") from None
+
+
+def _text(content: dict[str, Any]) -> str:
+    """JSON for people and for tools that go by lines: every record of a list of records has a line of its own."""
+    dump = partial(json.dumps, ensure_ascii=False, allow_nan=False)
+    parts = []
+    for key, value in content.items():
+        records = isinstance(value, list) and value and all(isinstance(each, dict) for each in value)
+        lines = ",\n".join(f"    {dump(each)}" for each in value) if records else ""
+        body = f"[\n{lines}\n  ]" if records else dump(value, indent=2).replace("\n", "\n  ")
+        parts.append(f"  {dump(key)}: {body}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def _finite(value: Any) -> Any:
