@@ -93,11 +93,12 @@ class BpkvConfig(BaseModel):
         512, ge=0, description="tokens of a prompt that the model repeats, in passages, before it is compacted; 0: none"
     )
     # As many logits as the cost model of the readout assumes; every event reports the mass they cover.
-    top_k: int = Field(32, ge=2, description="logits that the distribution is followed on")
+    top_k: int = Field(32, ge=2, le=2**18, description="logits that the distribution is followed on")
     # Over some 40 positions one each ranks as eight do (profiles/quality/NOTES.md); over few, each needs more.
     probes: int | None = Field(
         None,
         ge=1,
+        le=1024,
         description="random probes of the exact readout at every position, by default 64 over all, at least 1",
     )
     # An answer that is found is read on: the rows beside a wanted one are wanted next.
@@ -113,7 +114,7 @@ class BpkvConfig(BaseModel):
     # An eviction that leaves a head less than 2 % of its attention is outside the first-order formula.
     epsilon: float = Field(0.02, gt=0, lt=1, description="least share of its attention that an eviction leaves a head")
     # The evictions next to the boundary are the ones whose interactions change the outcome.
-    refine: int = Field(64, ge=0, description="evictions chosen one at a time at the boundary")
+    refine: int = Field(64, ge=0, le=2**16, description="evictions chosen one at a time at the boundary")
     # Rare enough for scoring to be small beside decoding the tokens between.
     interval: int = Field(128, ge=1, description="tokens between compactions of the answer")
     # As many decoded tokens as positions of the prompt: half of those scored are then the answer's beginning.
@@ -126,6 +127,8 @@ class BpkvConfig(BaseModel):
     seed: int = Field(0, ge=0, lt=2**63, description="seed of sampling and of random policies and probes")
 
     def __init__(self, **options: Any) -> None:
+        if flags := [name for name, value in options.items() if isinstance(value, bool)]:
+            raise ConfigError(f"{flags[0]} is {options[flags[0]]}, but no option is a switch: give a number or a name.")
         try:
             super().__init__(**options)
         except ValidationError as error:
@@ -139,7 +142,14 @@ class BpkvConfig(BaseModel):
             defer = f" and defer is {self.defer}" if "deferred" in self.regime else ""
             raise ConfigError(
                 f"recent is {self.recent} and positions is {self.positions}{defer}, but the scoring positions must lie "
-                f"within the recent window: give recent >= {self.scoring_positions}, or fewer positions."
+                f"within the recent window: give recent >= {self.scoring_positions}, or fewer of them."
+            )
+        if self.regime == ("generation",):
+            self._refuse_for_answers("lookahead", "rehearsal")
+        if self.rehearsal and "rehearsal" in self.model_fields_set and self.safeguard == 0:
+            raise ConfigError(
+                f"rehearsal is {self.rehearsal} and safeguard is 0, so nothing would go by it: leave rehearsal out, or "
+                "give a safeguard."
             )
         if self.pooling % 2 == 0:
             raise ConfigError(f"pooling is {self.pooling}, but rows are averaged around each: give an odd number.")
@@ -151,6 +161,14 @@ class BpkvConfig(BaseModel):
         self._covers(self.budget, "budget", self.sinks + self.recent, "sinks + recent")
         self._covers(self.generation_budget, "generation_budget", self.recent, "recent")
         return self
+
+    def _refuse_for_answers(self, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) and name in self.model_fields_set:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)} and regime is generation, which compacts no prompt, so it would "
+                    f"change nothing: leave {name} out, or add prefill or deferred to regime."
+                )
 
     @staticmethod
     def _covers(budget: Budget, name: str, protected: int, what: str) -> None:

@@ -97,6 +97,13 @@ def test_an_unusable_file_is_refused_by_name(tmp_path: Path, content: bytes) -> 
         ({"lookahead": 513}, ["lookahead is 513"]),
         ({"rehearsal": -1}, ["rehearsal is -1"]),
         ({"safeguard": 1.5}, ["safeguard is 1.5"]),
+        ({"refine": 10**8}, ["refine is 100000000"]),
+        ({"probes": 10**6}, ["probes is 1000000"]),
+        ({"top_k": 10**6}, ["top_k is 1000000"]),
+        ({"lookahead": True}, ["lookahead is True", "no option is a switch"]),
+        ({"rehearsal": 10, "safeguard": 0}, ["rehearsal is 10 and safeguard is 0", "leave rehearsal out"]),
+        ({"rehearsal": 10, "regime": "generation"}, ["rehearsal is 10 and regime is generation", "deferred"]),
+        ({"lookahead": 10, "regime": "generation"}, ["lookahead is 10 and regime is generation", "deferred"]),
         ({"preset": "published"}, ["preset is 'published'", "'default' or 'paper'"]),
     ],
 )
@@ -118,7 +125,8 @@ def test_what_bpkv_alone_has_is_refused_in_the_same_way(options: dict[str, objec
 )
 def test_what_is_run_again_counts_what_is_drafted(regime: str, scoring: int, replayed: int) -> None:
     """An answer's compaction does not look ahead, and a deferred one may follow an earlier draft."""
-    config = BpkvConfig(regime=regime, positions=8, defer=3, lookahead=5)
+    drafts = {} if regime == "generation" else {"lookahead": 5}
+    config = BpkvConfig(regime=regime, positions=8, defer=3, **drafts)
     assert (config.scoring_positions, config.replayed_positions) == (scoring, replayed)
     assert config.drafted == replayed - scoring
     assert BpkvConfig(lookahead=1).drafted == 1 and BpkvConfig(lookahead=0).drafted == 0

@@ -27,6 +27,10 @@ Requirement = Literal[
 ]
 
 
+# Options of BpkvConfig that belong to a method and not to compaction as such.
+METHOD_OPTIONS = frozenset({"readout", "probes", "pooling", "rehearsal", "safeguard", "epsilon", "refine"})
+
+
 class Policy(ABC):
     """A rule that scores entries: a low score is evicted first.
 
@@ -43,7 +47,7 @@ class Policy(ABC):
     published: ClassVar[Mapping[str, object] | None] = None  # the preset `paper`, where `defaults` are not as published
     running_attention: ClassVar[RunningAttention] = RunningAttention()  # what `received_attention` holds, if required
     looks_ahead: ClassVar[bool] = False  # whether drafted tokens are scoring positions where the user does not say
-    rehearses: ClassVar[bool] = False  # whether the model repeats the prompt for it, as far as `rehearsal` says
+    options: ClassVar[frozenset[str]] = frozenset()  # those of METHOD_OPTIONS that it goes by; others are refused
     takes_layer_table: ClassVar[bool] = True
     evicts_nothing: ClassVar[bool] = False
 

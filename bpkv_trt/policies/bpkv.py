@@ -15,7 +15,7 @@ from bpkv_trt.core.safeguard import secured_by_head, secured_by_unit
 from bpkv_trt.core.selection import Selection
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.core.two_stage import two_stage
-from bpkv_trt.policies.base import Policy, Requirement
+from bpkv_trt.policies.base import METHOD_OPTIONS, Policy, Requirement
 from bpkv_trt.policies.headwise import HeadwisePolicy
 from bpkv_trt.policies.observation_window import pooled_attention
 from bpkv_trt.pool.view import SequenceView
@@ -49,7 +49,7 @@ class Bpkv(Policy):
     source: ClassVar[str] = "arXiv:2610.06479"
     requires: ClassVar[frozenset[Requirement]] = frozenset({"last_queries", "readout"})
     looks_ahead: ClassVar[bool] = True
-    rehearses: ClassVar[bool] = True
+    options: ClassVar[frozenset[str]] = METHOD_OPTIONS
     published: ClassVar[Mapping[str, object]] = MappingProxyType(
         {
             "readout": "direct",

@@ -7,7 +7,7 @@ from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.traits import ModelTraits
 from bpkv_trt.errors import ConfigError
 from bpkv_trt.policies.adakv import AdaKv
-from bpkv_trt.policies.base import Policy
+from bpkv_trt.policies.base import METHOD_OPTIONS, Policy
 from bpkv_trt.policies.bpkv import Bpkv
 from bpkv_trt.policies.criticalkv import CriticalKv
 from bpkv_trt.policies.deferkv import DeferKv
@@ -85,11 +85,11 @@ def settled(config: BpkvConfig) -> BpkvConfig:
         return config if config.lookahead == config.rehearsal == 0 else config.replace(lookahead=0, rehearsal=0)
     _check_table(config, policy)
     _check_lookahead(config, policy)
-    _check_rehearsal(config, policy)
+    _check_options(config, policy)
     if config.scope not in policy.scopes:
         _refuse_if_given(config, "scope", config.scope, policy.scopes)
     ahead = {} if policy.looks_ahead else {"lookahead": 0}
-    rehearsal = {} if policy.rehearses else {"rehearsal": 0}
+    rehearsal = {} if "rehearsal" in policy.options else {"rehearsal": 0}
     own = {"scope": policy.scopes[0], **ahead, **rehearsal, **_preset(config, policy)}
     changes = {option: value for option, value in own.items() if option not in config.model_fields_set}
     refused = [regime for regime in config.regime if regime not in policy.regimes]
@@ -123,10 +123,14 @@ def _check_lookahead(config: BpkvConfig, policy: type[Policy]) -> None:
         )
 
 
-def _check_rehearsal(config: BpkvConfig, policy: type[Policy]) -> None:
-    if config.rehearsal and "rehearsal" in config.model_fields_set and not policy.rehearses:
+def _check_options(config: BpkvConfig, policy: type[Policy]) -> None:
+    given = (METHOD_OPTIONS - policy.options) & config.model_fields_set
+    idle = sorted(name for name in given if (name, getattr(config, name)) != ("rehearsal", 0))
+    if idle:
+        each = ", ".join(f"{name} is {getattr(config, name)}" for name in idle)
         raise ConfigError(
-            f"rehearsal is {config.rehearsal}, but the policy {config.policy} makes no use of one: leave rehearsal out."
+            f"{each}, which would change nothing: the policy {config.policy} has no such part. Leave it out; in a "
+            f"comparison give it to the contender that has, as in bpkv[{idle[0]}={getattr(config, idle[0])}]."
         )
 
 

@@ -40,6 +40,7 @@ class _Choice:
     selection: Selection
     covered_mass: float
     drafted: int
+    rehearsed: int
 
 
 class Compactor:
@@ -196,6 +197,7 @@ class Compactor:
             bytes_after=size_after,
             pages_freed=pages_freed,
             drafted=chosen.drafted,
+            rehearsed=chosen.rehearsed,
             estimated_kl=chosen.selection.estimated_kl,
             estimated_kl_stage1=chosen.selection.estimated_kl_stage1,
             covered_mass=chosen.covered_mass,
@@ -232,7 +234,8 @@ class Compactor:
                 return broken
             with self.trace.range("select", payload=int(quota.evict.sum())):
                 selection = self.policy.select(scores, eligible, quota, statistics, view)
-        return _Choice(selection, float(statistics.covered_mass.mean()), len(drafted))
+        rehearsed = 0 if rehearsal is None else len(rehearsal.positions)
+        return _Choice(selection, float(statistics.covered_mass.mean()), len(drafted), rehearsed)
 
     def _reason_to_keep_all(self, demand: Demand, evicted: int) -> str | None:
         if self.policy.evicts_nothing:

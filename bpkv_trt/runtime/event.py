@@ -17,6 +17,7 @@ class CompactionEvent:
     bytes_after: int
     pages_freed: int = 0
     drafted: int = 0  # tokens of the lookahead
+    rehearsed: int = 0  # tokens that the model repeated
     estimated_kl: float | None = None
     estimated_kl_stage1: float | None = None
     covered_mass: float | None = None

@@ -74,7 +74,8 @@ def require_memory(needed: int, device: torch.device, limit: int | None) -> None
         raise InputError(
             f"The prompt, its cache and the answer need about {needed / 2**20:,.0f} MiB beside the weights, more than "
             f"{whose}, {available / 2**20:,.0f} MiB. Nothing was run; shorten the prompt, ask for fewer new tokens, "
-            "use a narrower --dtype, or leave out --verify, which holds a second, full cache."
+            "use a narrower --dtype, leave out --verify, which holds a second, full cache, or lower what was raised of "
+            "--top-k, --probes, --refine and --positions."
         )
 
 

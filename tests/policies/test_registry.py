@@ -8,7 +8,7 @@ import pytest
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.traits import ModelTraits
 from bpkv_trt.errors import ConfigError
-from bpkv_trt.policies.base import Policy
+from bpkv_trt.policies.base import METHOD_OPTIONS, Policy
 from bpkv_trt.policies.registry import make_policy, policy_class, policy_names, settled
 
 BUILT_IN = (
@@ -256,7 +256,29 @@ def test_peers_rehearse_nothing_and_say_so(name: str) -> None:
     assert settled(BpkvConfig(policy=name)).rehearsal == settled(BpkvConfig(policy=name, rehearsal=0)).rehearsal == 0
     with pytest.raises(ConfigError) as refusal:
         settled(BpkvConfig(policy=name, rehearsal=100))
-    assert str(refusal.value) == (f"rehearsal is 100, but the policy {name} makes no use of one: leave rehearsal out.")
+    assert str(refusal.value).startswith(f"rehearsal is 100, which would change nothing: the policy {name} has no such")
+
+
+GIVEN = {
+    "readout": "exact",
+    "probes": 4,
+    "pooling": 5,
+    "rehearsal": 100,
+    "safeguard": 0.5,
+    "epsilon": 0.02,
+    "refine": 64,
+}
+
+
+@pytest.mark.parametrize("option", sorted(METHOD_OPTIONS))
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if name not in ("bpkv", "full")])
+def test_a_peer_refuses_options_of_a_part_that_it_does_not_have(name: str, option: str) -> None:
+    """Even at their defaults: who gives one expects it to matter."""
+    with pytest.raises(ConfigError) as refusal:
+        settled(BpkvConfig(policy=name, **{option: GIVEN[option]}))
+    words = (f"{option} is {GIVEN[option]}", f"the policy {name} has no such part", f"bpkv[{option}={GIVEN[option]}]")
+    assert all(word in str(refusal.value) for word in words)
+    assert settled(BpkvConfig(**{option: GIVEN[option]})) == BpkvConfig(**{option: GIVEN[option]})
 
 
 def test_the_paper_s_recent_window_holds_its_positions_and_a_deferral() -> None:

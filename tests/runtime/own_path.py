@@ -35,7 +35,8 @@ class Observation:
 _observed = Observation()
 
 
-def _spy(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+def _spy(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: Any, **kwargs: Any) -> Any:
+    # *_: the dropout, by position where kvpress has wrapped the function
     eager = sys.modules[type(module).__module__].eager_attention_forward
     output, weights = eager(module, query, key, value, mask, **kwargs)
     _observed.q[module.layer_idx], _observed.weights[module.layer_idx] = query[0], weights[0]

@@ -274,9 +274,8 @@ def counted_rehearsals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     [
         ({"regime": "prefill,generation"}, [25]),
         ({"regime": "deferred,generation"}, [25]),
-        ({"regime": "generation"}, []),
+        ({"regime": "generation", "lookahead": 0, "rehearsal": 0}, []),
         ({"rehearsal": 0}, []),
-        ({"safeguard": 0.0}, []),  # nothing would go by it
         ({"preset": "paper", "positions": 5, "recent": 12, "safeguard": 0.5}, [25]),  # both are given
         ({"budget": "1"}, []),
         ({"policy": "full"}, []),
@@ -289,6 +288,7 @@ def test_a_prompt_is_rehearsed_once_where_something_goes_and_an_answer_never(
     counts = counted_rehearsals(monkeypatch)
     (trail,) = follow(engine_of("llama", **{**OPTIONS, "defer": 5, **options}), [PROMPT], [random_tokens(2, 30)])
     assert trail.events and counts == asked
+    assert [0 < event.rehearsed <= 25 for event in trail.events] == [bool(asked), *[False] * (len(trail.events) - 1)]
 
 
 @pytest.mark.parametrize("options", [{"policy": "snapkv"}, {"preset": "paper", "recent": 40}], ids=str)
