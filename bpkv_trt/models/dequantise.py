@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bpkv_trt.errors import ModelError
 from bpkv_trt.models.checked_weights import checked_weights, progress_only_on_a_terminal
+from bpkv_trt.models.failure import told
 from bpkv_trt.models.gguf_file import GgufMetadata
 from bpkv_trt.models.gguf_tokenizer import rebuild_tokenizer
 
@@ -37,9 +38,8 @@ def _read(source: Path, name: str) -> tuple[PreTrainedTokenizerBase, PreTrainedM
     except ModelError:
         raise
     except Exception as error:  # a damaged file can fail anywhere in the parsers of gguf and transformers
-        detail = " ".join(str(error).split())
         raise ModelError(
-            f"The GGUF file of {name!r} ({source.name}) cannot be read ({type(error).__name__}: {detail:.300}). "
+            f"The GGUF file of {name!r} ({source.name}) cannot be read ({told(error)}). "
             "It is truncated, damaged, or of a kind that this transformers cannot load; fetch it again."
         ) from error
 

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from bpkv_trt.core.traits import ModelTraits
 from bpkv_trt.errors import ModelError
 from bpkv_trt.models.catalogue import CATALOGUE, packaged_model
 from bpkv_trt.models.checked_weights import checked_weights
 from bpkv_trt.models.checkpoint_cache import cached_checkpoint
+from bpkv_trt.models.failure import told
 from bpkv_trt.models.families import family_of
 from bpkv_trt.models.gguf_file import GgufFile
 from bpkv_trt.models.prompt_encoder import PromptEncoder
@@ -21,6 +22,10 @@ from bpkv_trt.models.traits_of import traits_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # what cannot be one is never looked up: that takes long offline
+FILES = {  # of a model's directory, and the names they go by
+    "config.json": ("config.json",),
+    "tokenizer.json": ("tokenizer.json", "*.model*", "vocab*", "*.tiktoken", "tekken.json"),
+}
 
 
 class HostedModel(Protocol):
@@ -58,6 +63,7 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Loa
     config = _parsed(name, "configuration", lambda: AutoConfig.from_pretrained(source, trust_remote_code=False))
     family = family_of(config)
     tokenizer = _tokenizer(name, source)
+    _check_generation_config(name, source)
     model = _parsed(name, "weights", lambda: checked_weights(name, source, DTYPES[dtype])).to(device)
     traits = traits_of(model, vocabulary=max(tokenizer.get_vocab().values()) + 1)
     return LoadedModel(name, model, tokenizer, traits, PromptEncoder(tokenizer, always_bos=family.always_bos))
@@ -65,6 +71,10 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Loa
 
 def _source(name: str) -> str:
     """What from_pretrained takes: a directory, or a model id of the hub."""
+    if not name.strip():
+        raise ModelError(
+            f"--model is empty; give a Hugging Face directory or id, a GGUF file, or one of {', '.join(CATALOGUE)}."
+        )
     if name in CATALOGUE:
         return str(cached_checkpoint(packaged_model(name)))
     try:
@@ -75,10 +85,24 @@ def _source(name: str) -> str:
     if is_file:
         return str(cached_checkpoint(GgufFile(path.name, (path,))))
     if is_directory:
+        _check_files(name, path)
         return str(path)
     if not HUB_ID.fullmatch(name):
         raise ModelError(f"There is no model at {name!r}: {_next_step(name)}")
     return name
+
+
+def _check_files(name: str, directory: Path) -> None:
+    """What transformers says of an absent file is about something else, such as a package that would not help."""
+    for file, patterns in FILES.items():
+        if not any(any(directory.glob(pattern)) for pattern in patterns):
+            raise ModelError(f"The directory {name!r} has no {file}. {_next_step(name)}")
+
+
+def _check_generation_config(name: str, source: str) -> None:
+    """transformers goes on without a damaged one, and the answer past its end."""
+    if (Path(source) / "generation_config.json").is_file():
+        _parsed(name, "generation configuration", lambda: GenerationConfig.from_pretrained(source))
 
 
 def _parsed(name: str, what: str, read: Callable[[], Any]) -> Any:
@@ -87,10 +111,7 @@ def _parsed(name: str, what: str, read: Callable[[], Any]) -> Any:
     except ModelError:
         raise
     except Exception as error:  # damaged files fail in many ways inside transformers, safetensors and tokenizers
-        detail = " ".join(str(error).split())
-        raise ModelError(
-            f"The {what} of {name!r} cannot be loaded ({type(error).__name__}: {detail:.300}). {_next_step(name)}"
-        ) from error
+        raise ModelError(f"The {what} of {name!r} cannot be loaded ({told(error)}). {_next_step(name)}") from error
 
 
 def _next_step(name: str) -> str:

@@ -2,9 +2,14 @@
 
 from transformers import PreTrainedTokenizerBase
 
-from bpkv_trt.errors import InputError
+from bpkv_trt.errors import InputError, ModelError
+from bpkv_trt.models.failure import told
 
 GAP = "[[gap]]"  # stands for a turn's content when a template is taken apart
+MEND_TEMPLATE = (
+    "Mend it, in chat_template.jinja or under chat_template in tokenizer_config.json, or do without it: "
+    "`bpkv generate --raw`."
+)
 
 
 class PromptEncoder:
@@ -18,7 +23,7 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         bos = tokenizer.bos_token_id
         with_special = tokenizer("a", add_special_tokens=True)["input_ids"]
-        self.adds_bos = bos is not None and (always_bos or with_special[0] == bos)
+        self.adds_bos = bos is not None and (always_bos or with_special[:1] == [bos])
         self.has_chat_template = tokenizer.chat_template is not None
 
     def encode(
@@ -29,7 +34,7 @@ class PromptEncoder:
         `question` follows the text after an empty line. `question_after` does too, but as a part of its own: with a
         chat template both parts make up one user turn, cut before the question (after an empty answer of the
         assistant many models say nothing more, within the same turn they answer). InputError where a template does
-        not show the user's text as it is.
+        not show the user's text as it is, ModelError where it fails or leaves the text out.
         """
         content = text if question is None else f"{text}\n\n{question}"
         if raw or not self.has_chat_template:
@@ -77,10 +82,18 @@ class PromptEncoder:
         return len(self._encode(text))
 
     def _render(self, content: str) -> str:
-        turn = [{"role": "user", "content": content}]
-        rendered = self._tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        assert isinstance(rendered, str)
+        try:
+            rendered = self._apply_template(content)
+            ignored = rendered == self._apply_template(content + GAP)
+        except Exception as error:  # a template is a program: it fails in any way, some of them on purpose
+            raise ModelError(f"The model's chat template fails ({told(error)}). {MEND_TEMPLATE}") from error
+        if ignored:
+            raise ModelError(f"The model's chat template leaves the user's text out. {MEND_TEMPLATE}")
         return rendered
+
+    def _apply_template(self, content: str) -> str:
+        turn = [{"role": "user", "content": content}]
+        return str(self._tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -1,12 +1,14 @@
 """Loading by name: what works, and one clear paragraph for what does not."""
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from bpkv_trt.errors import ModelError
 from bpkv_trt.models import catalogue
@@ -83,16 +85,24 @@ def flip(name: str, position: int) -> Callable[[Path], None]:
     return damage
 
 
+def add_weights(*names: str, **weights: torch.Tensor) -> Callable[[Path], None]:
+    def add(directory: Path) -> None:
+        given = {name: torch.ones(4) for name in names} | weights
+        save_file(load_file(directory / WEIGHTS) | given, directory / WEIGHTS, metadata={"format": "pt"})
+
+    return add
+
+
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (remove("config.json"), "configuration"),
+        (remove("config.json"), "has no config.json"),
         (truncate("config.json", 0.5), "configuration"),
         (edit_config(model_type="nonesuch"), "nonesuch"),
         (edit_config(model_type="gpt_oss"), "sink logits"),
         (edit_config(partial_rotary_factor=0.25), "partial_rotary_factor"),
-        (remove("tokenizer.json", "tokenizer_config.json"), "tokenizer"),
-        (remove("tokenizer.json"), "tokenizer"),
+        (remove("tokenizer.json", "tokenizer_config.json"), "has no tokenizer.json"),
+        (remove("tokenizer.json"), "has no tokenizer.json"),
         (truncate("tokenizer.json", 0.5), "tokenizer"),
         (remove(WEIGHTS), "weights"),
         (truncate(WEIGHTS, 0.0), "weights"),
@@ -100,13 +110,43 @@ def flip(name: str, position: int) -> Callable[[Path], None]:
         (flip(WEIGHTS, 3), "weights"),
         (flip(WEIGHTS, 20), "weights"),
         (edit_config(num_hidden_layers=3), "lacks 9 of the model's weights"),
-        (edit_config(intermediate_size=64), "weights"),
-        (edit_config(vocab_size=100), "weights"),
+        (edit_config(num_hidden_layers=1), "no place for 9 of the checkpoint's weights, first model.layers.1.in"),
+        (add_weights("model.layers.0.self_attn.q_proj.bias"), "no place for 1 of the checkpoint's weights"),
+        (edit_config(intermediate_size=64), "6 of them have another shape, first model.layers.0.mlp.down_proj.weight"),
+        (edit_config(vocab_size=100), "should be (100, "),
+        (truncate("generation_config.json", 0.5), "generation configuration"),
     ],
 )
-def test_damaged_directory_is_refused(damage: Callable[[Path], None], expected: str, directory: Path) -> None:
+def test_damaged_directory_is_refused(
+    damage: Callable[[Path], None], expected: str, directory: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Our paragraph is all there is: transformers' own tables and warnings would stand above it on stderr."""
     damage(directory)
-    assert expected in refusal(directory)
+    message = refusal(directory)
+    assert expected in message
+    assert capfd.readouterr().err == ""
+    assert "ignore_mismatched_sizes" not in message and "protobuf" not in message
+
+
+def test_weights_that_a_model_computes_itself_or_shares_are_no_surplus(directory: Path) -> None:
+    whole = load_model(str(directory)).model.state_dict()
+    shared = {"lm_head.weight": whole["model.embed_tokens.weight"].clone()}
+    add_weights("model.layers.0.self_attn.rotary_emb.inv_freq", "rope.freqs", **shared)(directory)
+    edit_config(tie_word_embeddings=True)(directory)
+    again = load_model(str(directory)).model.state_dict()
+    assert again.keys() == whole.keys()
+    assert all(torch.equal(again[key], whole[key]) for key in whole.keys() - shared.keys())
+    assert torch.equal(again["lm_head.weight"], shared["lm_head.weight"])
+
+
+def test_transformers_is_silent_only_while_it_loads(directory: Path) -> None:
+    """Whatever came of the loading, its logger is left as it was."""
+    log = logging.getLogger("transformers.modeling_utils")
+    before = log.level, list(log.filters)
+    load_model(str(directory))
+    edit_config(num_hidden_layers=1)(directory)
+    refusal(directory)
+    assert (log.level, log.filters) == before
 
 
 def test_nan_weights_are_refused(tmp_path: Path, directory: Path) -> None:
@@ -123,7 +163,13 @@ def test_names_that_are_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     plain = tmp_path / "notes.txt"
     plain.write_text("not a model")
     assert "not a GGUF file" in refusal(plain)
-    assert "configuration" in refusal(tmp_path)
+    assert "has no config.json" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+def test_an_empty_name_is_told_as_such(name: str) -> None:
+    """As of an unset variable; a path of it would be the working directory."""
+    assert "--model is empty" in refusal(name)
 
 
 def test_paths_that_cannot_be_looked_at() -> None:

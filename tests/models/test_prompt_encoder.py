@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from bpkv_trt.errors import InputError
+from bpkv_trt.errors import InputError, ModelError
 from bpkv_trt.models.prompt_encoder import PromptEncoder
 
 WITH_BOS = (
@@ -56,6 +56,33 @@ def test_text_and_the_question_after_it_are_one_turn(template: str) -> None:
 def test_a_template_that_hides_the_text_cannot_be_cut() -> None:
     with pytest.raises(InputError, match="--question-after"):
         PromptEncoder(tokenizer(SHOUTING)).encode(TEXT, question_after=QUESTION)
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ broken {% ", "TemplateSyntaxError"),
+        ("{{ absent() }}", "'absent' is undefined"),
+        ("{{ raise_exception('no\nsystem turn') }}", "no system turn"),
+        ("{{ messages + 1 }}", "TypeError"),
+        ("{{ ''.__class__.__mro__ }}", "SecurityError"),
+        ("", "leaves the user's text out"),
+        ("{{ bos_token }}<assistant>", "leaves the user's text out"),
+        ("{% for part in messages[0].content %}{{ part.text }}{% endfor %}", "leaves the user's text out"),
+    ],
+)
+def test_a_template_that_fails_is_named_and_is_no_hindrance_to_raw_text(template: str, words: str) -> None:
+    """One that leaves the text out fails too: the model would answer to nothing, as if it had been asked."""
+    encoder = PromptEncoder(tokenizer(template))
+    for question_after in (None, QUESTION):
+        with pytest.raises(ModelError) as caught:
+            encoder.encode(TEXT, question_after=question_after)
+        message = str(caught.value)
+        assert words in message and "\n" not in message
+        assert "chat_template.jinja" in message and "--raw" in message
+    with pytest.raises(ModelError):
+        encoder.encode_answer_start()
+    assert encoder.encode(TEXT, QUESTION, raw=True) == PromptEncoder(tokenizer(None)).encode(TEXT, QUESTION)
 
 
 @pytest.mark.parametrize(("template", "raw"), [(None, False), (WITH_BOS, True)])
