@@ -27,7 +27,9 @@ def fitting_sample(loaded: LoadedModel, comparison: Comparison, task: str, seed:
     count = loaded.encoder.count
     frame = sum(map(len, loaded.encoder.encode("a"))) - count("a")
     answer = comparison.untouched + comparison.horizon
-    text = make_sample(task, seed, comparison.tokens - frame, count, comparison.lead_tokens, answer_tokens=answer)
+    text = make_sample(
+        task, seed, comparison.tokens, count, comparison.lead_tokens, answer_tokens=answer, frame_tokens=frame
+    )
     sample = encode_sample(loaded, text)
     rows, known = _rows(comparison, sample), loaded.traits.max_positions
     if known and rows > known:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 from bpkv_trt.errors import ConfigError, InputError
 from bpkv_trt.evaluation.tasks.common_words import cwe
@@ -47,13 +48,20 @@ def variant_names() -> tuple[str, ...]:
 
 
 def make_sample(
-    task: str, seed: int, tokens: int, count: Count, lead_tokens: int = 16, *, answer_tokens: int = 256
+    task: str,
+    seed: int,
+    tokens: int,
+    count: Count,
+    lead_tokens: int = 16,
+    *,
+    answer_tokens: int = 256,
+    frame_tokens: int = 0,
 ) -> Sample:
     """The sample of a task and seed with the largest haystack whose prompt, lead and answer fit `tokens` tokens.
 
-    `count` counts tokens without special ones; what a chat template adds is for the caller to subtract. The lead has at
-    least `lead_tokens` tokens. `answer_tokens` is the length of the answer where the task writes a long one (counting,
-    which has no haystack). The same arguments give the same sample everywhere.
+    `count` counts tokens without special ones; `frame_tokens` of the `tokens` are what a chat template adds. The lead
+    has at least `lead_tokens` tokens. `answer_tokens` is the length of the answer where the task writes a long one
+    (counting, which has no haystack). The same arguments give the same sample everywhere.
 
     Raises ConfigError for a name that is neither in `task_names()` nor in `variant_names()`, InputError where `tokens`
     is too small for the task, naming the fewest.
@@ -63,19 +71,33 @@ def make_sample(
             f"task is {task!r}, which is not a task; choose from {', '.join((*task_names(), *variant_names()))}."
         )
     name, _, variant = task.partition(":")
-    request = Request(name, variant or None, seed, tokens, count, lead_tokens, answer_tokens)
-    outline = _TASKS[name](random.Random(f"{name} {seed}"), request)
-    smallest = _sample(outline.draft(outline.smallest), request)
-    if (fewest := sample_tokens(smallest, count)) > tokens:
+    request = Request(name, variant or None, seed, tokens - frame_tokens, count, lead_tokens, answer_tokens)
+    outline = _outline(request)
+    if (fewest := _fewest(request)) > request.tokens:
         raise InputError(
-            f"{tokens} tokens are too few for the task {task} with seed {seed}: its smallest sample takes {fewest}. "
-            f"Use longer prompts, or leave the task out."
+            f"{tokens} tokens are too few for the task {task} with seed {seed}: it takes {fewest + frame_tokens} or "
+            "more. Give --tokens as many, or leave the task out."
         )
     if not outline.grows:
-        return smallest
-    units = largest(lambda n: sample_tokens(_sample(outline.draft(n), request), count), tokens, outline.smallest)
+        return _sample(outline.draft(outline.smallest), request)
+    units = largest(
+        lambda n: sample_tokens(_sample(outline.draft(n), request), count), request.tokens, outline.smallest
+    )
     assert units is not None, "the smallest sample fits"
     return _sample(outline.draft(units), request)
+
+
+def _outline(request: Request) -> Outline:
+    return _TASKS[request.task](random.Random(f"{request.task} {request.seed}"), request)
+
+
+def _fewest(request: Request) -> int:
+    """The tokens of the smallest sample, or, where that is too large, the fewest that would do: with more of them the
+    smallest may be larger, as its example is.
+    """
+    outline = _outline(request)
+    tokens = sample_tokens(_sample(outline.draft(outline.smallest), request), request.count)
+    return tokens if tokens <= request.tokens else _fewest(replace(request, tokens=tokens))
 
 
 def sample_tokens(sample: Sample, count: Count) -> int:
