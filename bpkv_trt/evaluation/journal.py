@@ -58,13 +58,25 @@ class Journal:
     def _read(self) -> None:
         try:
             whole, _, _ = self.path.read_bytes().rpartition(b"\n")
-            lines = [json.loads(line) for line in whole.split(b"\n")] if whole else []
-            records = {(record["task"], record["seed"]): record for record in lines[1:]}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{self._refusal()} cannot be read ({error}). {self._advice()}") from None
+        except OSError as error:
+            raise InputError(f"{self._refusal()} cannot be read ({error.strerror}). {self._advice()}") from None
+        lines = [self._parsed(*each) for each in enumerate(whole.split(b"\n"), start=1)] if whole else []
         if lines:
-            check_header(f"{self._refusal()}", lines[0], self.header, self._advice())
-        self.records, self._size = records, len(whole) + 1 if lines else 0
+            check_header(self._refusal(), lines[0], self.header, self._advice())
+        self.records = {(record["task"], record["seed"]): record for record in lines[1:]}
+        self._size = len(whole) + 1 if lines else 0
+
+    def _parsed(self, number: int, line: bytes) -> Any:
+        try:
+            value = json.loads(line)
+            if number == 1 or {"task", "seed"} <= value.keys():
+                return value
+            reason = "it has no task and seed"
+        except json.JSONDecodeError as error:
+            reason = f"{error.msg} at column {error.colno}"
+        except (UnicodeDecodeError, AttributeError):
+            reason = "it is not a sample as JSON"
+        raise InputError(f"{self._refusal()} cannot be read: line {number} is damaged ({reason}). {self._advice()}")
 
     def _refusal(self) -> str:
         return f"The file {self.path}, where finished samples would be kept,"
