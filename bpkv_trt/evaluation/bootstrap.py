@@ -14,11 +14,14 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Interval:
-    """A statistic of the samples at hand, and the bounds of its percentile interval at `LEVEL`."""
+    """A statistic of the samples at hand, and the bounds of its percentile interval at `LEVEL`.
+
+    They are None where no stratum has two samples that count: every resample is the same then, and says nothing.
+    """
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 class Bootstrap:
@@ -27,7 +30,7 @@ class Bootstrap:
     def __init__(self, strata: Sequence[str], seed: int = 0, resamples: int = RESAMPLES) -> None:
         """strata: the stratum of every sample, such as its task."""
         generator, count = np.random.default_rng(seed), len(strata)
-        names = np.asarray(strata)
+        self.names = names = np.asarray(strata)
         self.chosen = np.empty((resamples, count), dtype=np.intp)  # [B, n] samples by number
         for name in dict.fromkeys(strata):
             members = np.flatnonzero(names == name)
@@ -36,7 +39,7 @@ class Bootstrap:
     def mean(self, values: Sequence[float]) -> Interval:
         """The mean of one value per sample."""
         array = np.asarray(values, dtype=np.float64)
-        return interval(float(array.mean()), array[self.chosen].mean(1))
+        return self._interval(float(array.mean()), array[self.chosen].mean(1), np.ones(len(array), dtype=bool))
 
     def ratio(self, parts: Sequence[float], wholes: Sequence[float]) -> Interval | None:
         """sum(parts) / sum(wholes); None where there is nothing to divide by. Resamples without any do not count."""
@@ -45,10 +48,12 @@ class Bootstrap:
             return None
         drawn = whole[self.chosen].sum(1)
         ratios = part[self.chosen].sum(1)[drawn > 0] / drawn[drawn > 0]
-        return interval(float(part.sum() / whole.sum()), ratios)
+        return self._interval(float(part.sum() / whole.sum()), ratios, whole > 0)
 
-
-def interval(value: float, resampled: Values) -> Interval:
-    """The percentile interval of a statistic from its values [B] on resamples."""
-    low, high = np.percentile(resampled, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
-    return Interval(value, float(low), float(high))
+    def _interval(self, value: float, resampled: Values, counted: NDArray[np.bool_]) -> Interval:
+        """The percentile interval of a statistic from its values [B] on resamples."""
+        _, members = np.unique(self.names[counted], return_counts=True)
+        if members.max() < 2:
+            return Interval(value, None, None)
+        low, high = np.percentile(resampled, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
+        return Interval(value, float(low), float(high))

@@ -28,15 +28,41 @@ def test_it_is_what_a_plain_loop_over_strata_gives() -> None:
         means.append(sum(drawn) / 17)
     means.sort()
     found = Bootstrap(strata).mean(values)
+    assert found.low is not None and found.high is not None
     assert (found.low, found.high) == pytest.approx((means[500], means[19_500]), abs=0.01)
     unstratified = Bootstrap(["a"] * 17).mean(values)
+    assert unstratified.high is not None and unstratified.low is not None
     assert unstratified.high - unstratified.low > 1.5 * (found.high - found.low)
 
 
 def test_ratios_divide_sums_and_skip_what_nothing_divides() -> None:
     found = Bootstrap(["t"] * 3).ratio([1, 0, 2], [2, 0, 2])
-    assert found is not None and found.value == 0.75 and 0.5 <= found.low <= found.high <= 1.0
+    assert found is not None and found.low is not None and found.high is not None
+    assert found.value == 0.75 and 0.5 <= found.low <= found.high <= 1.0
     assert Bootstrap(["t"] * 2).ratio([0, 0], [0, 0]) is None
+
+
+@pytest.mark.parametrize(
+    ("strata", "wholes", "known"),
+    [
+        ("a", [1], False),
+        ("abc", [1, 1, 1], False),
+        ("aa", [1, 1], True),
+        ("aab", [1, 1, 1], True),
+        ("aab", [1, 0, 1], False),
+        ("aaa", [3, 0, 2], True),
+    ],
+)
+def test_there_is_an_interval_only_where_some_stratum_has_two_samples(
+    strata: str, wholes: list[int], known: bool
+) -> None:
+    """One sample drawn from one is always that sample: an interval of no width would claim that nothing varies."""
+    bootstrap = Bootstrap(list(strata))
+    found = bootstrap.ratio([whole / 2 for whole in wholes], wholes)
+    assert found is not None and found.value == 0.5
+    assert (found.low, found.high) == ((0.5, 0.5) if known else (None, None))
+    mean = bootstrap.mean([7] * len(strata))
+    assert (mean.low is None) == (mean.high is None) == (len(set(strata)) == len(strata))
 
 
 def test_the_same_samples_give_the_same_interval() -> None:

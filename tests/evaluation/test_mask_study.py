@@ -75,7 +75,9 @@ def test_rows_average_the_correlation_of_each_sample() -> None:
     rows = mask_rows([record(task, seed, a=scores) for task, seed, scores in samples])
     assert [(row["task"], row["samples"]) for row in rows] == [("t", 2), ("u", 1), ("all", 3)]
     assert [row["spearman"] for row in rows] == pytest.approx([0.0, 0.5, 0.5 / 3])
-    assert mask_rows([record("t", 0, a=[None, 1, 2])])[0]["spearman"] == pytest.approx(1.0)
+    (alone,) = mask_rows([record("t", 0, a=[None, 1, 2])])
+    assert alone["spearman"] == pytest.approx(1.0) and alone["low"] is alone["high"] is None
+    assert [row["low"] is None for row in rows] == [False, True, False]
 
 
 def test_contenders_are_compared_on_the_samples_that_count_for_both() -> None:

@@ -7,6 +7,8 @@ import pytest
 
 from bpkv_trt.evaluation.rows import FLOOR, rows_of
 
+ENDS = ("low", "high")
+
 
 def cell(
     contender: str, seed: int, kl: float | None, right: list[bool], task: str = "t", **more: Any
@@ -57,6 +59,15 @@ def test_samples_that_say_nothing_count_as_samples_but_not_in_the_divergence() -
     assert row["future_kl_mean"] == pytest.approx(0.3)
     (row,) = rows_of("m", [cell("a", 0, None, [])], [])
     assert row["future_kl_mean"] is None and row["accuracy"] is None and row["paired"] == []
+
+
+def test_one_sample_has_no_interval() -> None:
+    cells = [cell(name, seed, 0.3, [True, False]) for name in ("a", "b") for seed in range(2)]
+    for chosen, missing in ((cells, False), (cells[::2], True)):
+        row = rows_of("m", chosen, [])[0]
+        bounds = [row[f"{name}_{end}"] for name in ("future_kl", "accuracy", "accuracy_over_full") for end in ENDS]
+        bounds += [row["paired"][0][end] for end in ENDS]
+        assert all((bound is None) == missing for bound in bounds), bounds
 
 
 def test_rows_over_all_tasks_and_what_was_skipped() -> None:
