@@ -22,19 +22,22 @@ def table(rows: list[Row], contender: str) -> str:
 
 
 def _case(rows: list[Row], case: tuple[str, str], contender: str) -> str:
-    others = [name for name in dict.fromkeys(row["contender"] for row in rows) if name != contender]
-    lines = [f"{case[0]}, budget {case[1]}", "", _line(["task (samples)", *(f"over {name}" for name in others)])]
-    lines.append("|" + "---|" * (len(others) + 1))
-    for own in (row for row in rows if row["contender"] == contender):
-        ratios = {pair["against"]: pair for pair in own["paired"]}
-        lines.append(_line([f"{own['task']} ({own['samples']})", *(_ratio(ratios.get(name)) for name in others)]))
-    lines += ["", _line(["right of the full cache's", "answers", contender, *others]), "|" + "---|" * (len(others) + 3)]
-    for task in dict.fromkeys(row["task"] for row in rows):
-        own = {row["contender"]: row for row in rows if row["task"] == task}
-        if own[contender]["answers"]:
-            shares = [_share(own[name]) for name in (contender, *others)]
-            lines.append(_line([task, str(own[contender]["answers"]), *shares]))
+    own = {row["task"]: row for row in rows if row["contender"] == contender}
+    ratios = {task: {pair["against"]: pair for pair in row["paired"]} for task, row in own.items()}
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    shares = {(row["task"], row["contender"]): _share(row) for row in rows}
+    tasks = [f"{task} ({row['samples']} samples)" for task, row in own.items()]
+    answered = {task: row["answers"] for task, row in own.items() if row["answers"]}
+    lines = [f"{case[0]}, budget {case[1]}", "", *_head([f"{contender} over", *tasks])]
+    lines += [_line([name, *(_ratio(ratios[task].get(name)) for task in own)]) for name in names if name != contender]
+    if answered:
+        lines += ["", *_head(["right", *(f"{task} ({answers} answers)" for task, answers in answered.items())])]
+        lines += [_line([name, *(shares[task, name] for task in answered)]) for name in names]
     return "\n".join(lines)
+
+
+def _head(cells: list[str]) -> list[str]:
+    return [_line(cells), "|" + "---|" * len(cells)]
 
 
 def _ratio(pair: Row | None) -> str:
