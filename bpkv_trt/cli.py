@@ -1,26 +1,31 @@
 """The command `bpkv`."""
 
-import argparse
-import io
-import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, NoReturn
 
-from rich.console import Console
+try:
+    import argparse
+    import io
+    import os
+    from collections.abc import Callable, Sequence
+    from dataclasses import replace
+    from pathlib import Path
+    from typing import Any, NoReturn
 
-from bpkv_trt import __version__
-from bpkv_trt.compare_command import add_compare
-from bpkv_trt.core.budget import parse_bytes
-from bpkv_trt.doctor import examine, print_findings
-from bpkv_trt.documents import SCHEMA_VERSION, check_destination, document, library_versions, write_json
-from bpkv_trt.errors import BpkvError, ConfigError, InputError
-from bpkv_trt.options import add_config_options, add_placement_options, config_from, importing
-from bpkv_trt.progress import progress_on
-from bpkv_trt.request import GenerateRequest, read_prompt
-from bpkv_trt.summary import print_generate, print_layer_table
+    from rich.console import Console
+
+    from bpkv_trt import __version__
+    from bpkv_trt.compare_command import add_compare
+    from bpkv_trt.core.budget import parse_bytes
+    from bpkv_trt.doctor import examine, print_findings
+    from bpkv_trt.documents import SCHEMA_VERSION, check_destination, document, library_versions, write_json
+    from bpkv_trt.errors import BpkvError, ConfigError, InputError
+    from bpkv_trt.options import add_config_options, add_placement_options, config_from, importing
+    from bpkv_trt.progress import progress_on
+    from bpkv_trt.request import GenerateRequest, read_prompt
+    from bpkv_trt.summary import print_generate, print_layer_table
+except KeyboardInterrupt:  # they take a while where the machine is busy
+    print("bpkv: interrupted.", file=sys.stderr)
+    sys.exit(130)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -157,6 +162,11 @@ def _deliver(show: Callable[[], None], path: Path | None, content: dict[str, Any
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 2 for what the user can mend, 130 when interrupted."""
+    if sys.stderr is None:  # closed, as by `2>&-`
+        sys.stderr = open(os.devnull, "w")
+    if sys.stdout is None:
+        print("bpkv: the standard output is closed; send it to a file, or to /dev/null.", file=sys.stderr)
+        return 2
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
     try:

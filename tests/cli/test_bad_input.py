@@ -1,6 +1,7 @@
-"""Bad input that needs no model: exit 2, one paragraph, no traceback, nothing written."""
+"""Bad input that needs no model, or a damaged one: exit 2, one paragraph, no traceback, nothing written."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from bpkv_trt.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
+LLAMA = ROOT / "tests" / "assets" / "tiny-llama"
 
 
 @pytest.fixture
@@ -142,6 +144,23 @@ def test_a_question_in_another_encoding_is_refused(capsys: pytest.CaptureFixture
     assert "not text in this terminal's encoding" in generate(capsys, prompt, "--question", "caf\udce9")
 
 
+def test_a_broken_chat_template_is_told_and_raw_does_without_it(
+    capsys: pytest.CaptureFixture[str], prompt: Path, tmp_path: Path
+) -> None:
+    model, destination = shutil.copytree(LLAMA, tmp_path / "model"), tmp_path / "out.json"
+    (model / "chat_template.jinja").write_text("{{ broken {% ")
+    arguments = ["--model", model, "--max-new-tokens", "1", "--json", destination]
+    message = generate(capsys, prompt, *arguments)
+    assert "chat template fails (TemplateSyntaxError" in message and "--raw" in message
+    assert not destination.exists()
+    command = ["generate", "--prompt-file", prompt, "--raw", *arguments]
+    assert main([str(argument) for argument in command]) == 0 and destination.exists()
+
+
+def test_a_model_without_a_name_is_refused(capsys: pytest.CaptureFixture[str], prompt: Path) -> None:
+    assert "--model is empty" in generate(capsys, prompt, "--model", "")
+
+
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a directory that even root cannot write to")
 def test_output_in_a_protected_directory_is_refused(capsys: pytest.CaptureFixture[str], prompt: Path) -> None:
     assert "/proc/self cannot be written to" in generate(capsys, prompt, "--json", "/proc/self/out.json")
@@ -164,3 +183,36 @@ def test_an_interrupt_is_no_traceback(
     monkeypatch.setattr("bpkv_trt.cli.read_prompt", interrupted)
     assert main(["generate", "--model", "m", "--prompt-file", str(prompt)]) == 130
     assert capsys.readouterr().err == "bpkv: interrupted.\n"
+
+
+@pytest.mark.parametrize("entry", [["-m", "bpkv_trt"], ["-c", "import sys; from bpkv_trt.cli import main; main()"]])
+def test_an_interrupt_while_modules_are_imported_is_no_traceback(tmp_path: Path, entry: list[str]) -> None:
+    """By either way in: `python -m bpkv_trt`, and the script that installing the package makes."""
+    (tmp_path / "rich").mkdir()
+    (tmp_path / "rich" / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, *entry, "--help"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "bpkv: interrupted.\n")
+
+
+def closed(stream: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The real command, started by a shell with a stream closed, such as `>&-`."""
+    command = ["sh", "-c", f'exec "$@" {stream}', "sh", sys.executable, "-m", "bpkv_trt", *arguments]
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
+@pytest.mark.parametrize("both", [False, True])
+def test_without_standard_output_nothing_is_run(tmp_path: Path, both: bool) -> None:
+    """A file opened later would take its place, and be printed into."""
+    done = closed(">&- 2>&-" if both else ">&-", "doctor", "--json", str(tmp_path / "out.json"))
+    words = "bpkv: the standard output is closed; send it to a file, or to /dev/null.\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "" if both else words)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
+def test_without_standard_error_messages_go_nowhere() -> None:
+    """Least of all to standard output, which a script may read."""
+    done = closed("2>&-", "nonsense")
+    assert (done.returncode, done.stdout) == (2, "")
