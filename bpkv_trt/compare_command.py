@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -11,8 +12,19 @@ from bpkv_trt.documents import check_destination, check_directory, usable_cores
 from bpkv_trt.errors import ConfigError
 from bpkv_trt.options import add_config_options, add_placement_options, config_from, importing
 from bpkv_trt.progress import progress_on
-from bpkv_trt.summary import print_compare
 
+COLUMNS = {
+    **{name: (name, "") for name in ("task", "regime", "budget", "contender")},
+    "future-KL": ("future_kl_mean", ".3g"),
+    "low": ("future_kl_low", ".3g"),
+    "high": ("future_kl_high", ".3g"),
+    "top-1": ("top1_agreement", ".1%"),
+    "right": ("accuracy", ".1%"),
+    "of-full's": ("accuracy_over_full", ".1%"),
+    "entries": ("entries_fraction", ".1%"),
+    "MiB": ("bytes_after", ".2f"),
+    "compact-s": ("compress_s", ".3f"),
+}  # header: the row's key, and its form
 OWN = ("policy", "budget", "regime", "seed")  # fields of BpkvConfig that mean something else here
 
 
@@ -80,11 +92,38 @@ def _compare(options: argparse.Namespace) -> None:
     )
     with progress_on(Console(stderr=True)) as progress:
         document, reused = run_compare(comparison, options.json, jobs, progress, overwrite=options.overwrite)
-    print_compare(document, Console())
+    for line in report_lines(document):
+        Console().out(line, highlight=False)
     if reused:
         Console().out(f"{reused} of {len(comparison.samples)} samples had been measured before", highlight=False)
     for picture in draw_all(document, options.plot) if options.plot is not None else ():
         Console().out(f"drawn: {picture}", highlight=False)
+
+
+def report_lines(document: dict[str, Any]) -> list[str]:
+    """One line per row of the comparison, in columns without spaces in them, then what was left out, and why."""
+    table = [list(COLUMNS), *([_shown(row, *column) for column in COLUMNS.values()] for row in document["rows"])]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    texts = sum(not form for _, form in COLUMNS.values())
+    lines = [
+        "  ".join(
+            cell.ljust(width) if place < texts else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in table
+    ]
+    if reasons := dict.fromkeys(each["skipped"] for each in document["skipped"]):
+        lines.append(f"{len(document['skipped'])} samples skipped: {' '.join(reasons)}")
+    if len(document["commits"]) > 1:
+        lines.append(f"measured by several states of the code: {', '.join(document['commits'])}")
+    return lines
+
+
+def _shown(row: dict[str, Any], key: str, form: str) -> str:
+    value = row[key]
+    if value is None:
+        return "-"
+    return format(value / 2**20 if key == "bytes_after" else value, form)
 
 
 def _jobs(given: int | None) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from filelock import FileLock
 
 from bpkv_trt.cli import main
+from bpkv_trt.compare_command import report_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = ROOT / "tests" / "assets" / "tiny-llama"
@@ -87,6 +89,41 @@ def test_the_document_has_every_key_and_its_numbers_add_up(whole: dict[str, Any]
             assert row["future_kl_max"] < 1e-9 and row["accuracy_over_full"] in (None, 1.0)
     configs = {arm["contender"]: arm["config"] for arm in whole["settings"]["arms"]}
     assert configs["bpkv[refine=4]"]["refine"] == 4 and configs["snapkv"]["scope"] == "head"
+
+
+def test_what_is_printed_is_one_aligned_line_per_row(whole: dict[str, Any]) -> None:
+    """Numbers end where their header ends, texts begin where it begins, and words split a line into its columns."""
+    rows = [*whole["rows"], {**whole["rows"][0], "accuracy": None, "contender": "bpkv[refine=4,readout=direct]"}]
+    header, *lines = report_lines({**whole, "rows": rows})
+    names = header.split()
+    assert len(lines) == len(rows) and {len(line) for line in lines} == {len(header)}
+    for row, line in zip(rows, lines, strict=True):
+        cells = dict(zip(names, line.split(), strict=True))
+        assert [cells[name] for name in names[:4]] == [row[name] for name in names[:4]]
+        assert float(cells["future-KL"]) == pytest.approx(row["future_kl_mean"], rel=0.005)
+        assert float(cells["MiB"]) == pytest.approx(row["bytes_after"] / 2**20, abs=0.0051)
+        assert cells["right"] == ("-" if row["accuracy"] is None else f"{100 * row['accuracy']:.1f}%")
+    for place, name in enumerate(names):
+        found = re.search(rf"(?<!\S){re.escape(name)}(?!\S)", header)
+        assert found is not None
+        for line in lines:
+            if place < 4:
+                assert line[found.start()] != " " and line[: found.start()][-1:] in ("", " ")
+            else:
+                assert line[found.end() - 1] != " " and line[found.end() :][:1] in ("", " ")
+
+
+def test_what_is_printed_has_no_escapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compare(tmp_path / "out.json", samples="1", tasks="passkey")
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed and "\t" not in printed
+    assert len(printed.splitlines()) == 1 + 3 * 2 and printed.startswith("task ")
+
+
+def test_too_few_tokens_are_named_as_they_were_given(capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(capsys, tokens="10")
+    fewest = re.search(r"10 tokens are too few .* takes (\d+) or more\. Give --tokens as many", message)
+    assert fewest is not None and 10 < int(fewest.group(1)) < 500, message
 
 
 def test_processes_give_the_same_as_one(whole: dict[str, Any], tmp_path: Path) -> None:
