@@ -22,9 +22,9 @@ from bpkv_trt.models.traits_of import traits_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # what cannot be one is never looked up: that takes long offline
-FILES = {  # of a model's directory, and the names they go by
-    "config.json": ("config.json",),
-    "tokenizer.json": ("tokenizer.json", "*.model*", "vocab*", "*.tiktoken", "tekken.json"),
+FILES = {  # of a model's directory: by what they hold, the names they go by, the usual one first
+    "configuration": ("config.json",),
+    "tokenizer": ("tokenizer.json", "*.model*", "vocab*", "*.tiktoken", "tekken.json"),
 }
 
 
@@ -94,9 +94,9 @@ def _source(name: str) -> str:
 
 def _check_files(name: str, directory: Path) -> None:
     """What transformers says of an absent file is about something else, such as a package that would not help."""
-    for file, patterns in FILES.items():
+    for what, patterns in FILES.items():
         if not any(any(directory.glob(pattern)) for pattern in patterns):
-            raise ModelError(f"The directory {name!r} has no {file}. {_next_step(name)}")
+            raise ModelError(f"{name!r} comes without a {what}: the directory has no {patterns[0]}. {_next_step(name)}")
 
 
 def _check_generation_config(name: str, source: str) -> None:
