@@ -41,9 +41,11 @@ def _head(cells: list[str]) -> list[str]:
 
 
 def _ratio(pair: Row | None) -> str:
-    return (
-        "" if pair is None else "{:.2g} ({:.2g} to {:.2g})".format(*_exp(pair["log_ratio"], pair["low"], pair["high"]))
-    )
+    if pair is None:
+        return ""
+    if pair["low"] is None:  # one sample
+        return "{:.2g}".format(*_exp(pair["log_ratio"]))
+    return "{:.2g} ({:.2g} to {:.2g})".format(*_exp(pair["log_ratio"], pair["low"], pair["high"]))
 
 
 def _exp(*logs: float) -> list[float]:
