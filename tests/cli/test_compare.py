@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from filelock import FileLock
 
 from bpkv_trt.cli import main
@@ -57,8 +59,19 @@ def untimed(value: Any) -> Any:
     return [untimed(item) for item in value] if isinstance(value, list) else value
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread_everywhere() -> Iterator[None]:
+    """In this process and in those it starts: on some processors more threads round in another way."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def whole(one_thread_everywhere: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return compare(tmp_path_factory.mktemp("whole") / "out.json")
 
 
