@@ -46,10 +46,12 @@ def test_evicted_is_masked_by_every_policy_that_needs_statistics(name: str, poli
 
 
 @pytest.mark.parametrize(
-    ("policy", "readout"), [("bpkv", "direct"), ("bpkv", "exact"), ("h2o", "direct"), ("expected_attention", "direct")]
+    "options",
+    [{"readout": "direct"}, {"readout": "exact"}, {"policy": "h2o"}, {"policy": "expected_attention"}],
+    ids=str,
 )
-def test_a_model_of_sliding_layers_alone_runs_and_evicts_nothing(policy: str, readout: str) -> None:
-    trails = follow(engine_of("mistral_sliding", budget="0.3", policy=policy, readout=readout), *batch())
+def test_a_model_of_sliding_layers_alone_runs_and_evicts_nothing(options: dict[str, str]) -> None:
+    trails = follow(engine_of("mistral_sliding", budget="0.3", **options), *batch())
     for trail in trails:
         assert all(event.entries_before == event.entries_after == 0 for event in trail.events)
         assert all(event.note is not None and "every layer" in event.note for event in trail.events)

@@ -64,7 +64,7 @@ def test_a_request_does_not_notice_the_others_of_its_batch(name: str, policy: st
 
 @pytest.mark.parametrize("policy", ["bpkv", "h2o"])
 def test_requests_in_any_order_through_one_object(policy: str) -> None:
-    engine = engine_of("llama", policy=policy, budget="0.4", readout="exact")
+    engine = engine_of("llama", policy=policy, budget="0.4")
     generator, params = Generator(engine), {0: GREEDY, 1: sampled(1), 2: sampled(2)}
     answers: dict[int, set[tuple[int, ...]]] = {index: set() for index in params}
     for order in itertools.permutations(params):
