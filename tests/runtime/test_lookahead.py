@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.evidence import EvidenceSource, score_entries
 from bpkv_trt.core.running_attention import RunningAttention
 from bpkv_trt.core.statistics import ForwardStatistics
-from bpkv_trt.errors import NumericalError, PoolExhausted
+from bpkv_trt.errors import PoolExhausted
 from bpkv_trt.policies.bpkv import Bpkv
 from bpkv_trt.policies.snapkv import SnapKv
 from bpkv_trt.pool.plan import CompactionPlan
@@ -28,6 +28,7 @@ from tests.pool.snapshot import Snapshot
 from tests.runtime.conftest import TRAINED, MakeEngine, loaded, prompt_tokens
 from tests.runtime.masked_reference import MaskedReference
 from tests.runtime.random_models import COMPACTABLE, engine_of, plain_copy, random_tokens, wrapped
+from tests.runtime.spoiled import assert_compaction_ends_at
 from tests.runtime.trail import assert_masked, follow
 
 PROMPT, MORE = random_tokens(1, 50), random_tokens(2, 12)
@@ -329,21 +330,11 @@ def test_the_direct_readout_has_the_same_weights() -> None:
 @pytest.mark.usefixtures("endless")
 def test_nan_logits_leave_nothing_of_a_draft(call: int) -> None:
     """At its first token, in its middle, at its last, and when it is scored; the sequence goes on as if untouched."""
-    engine, calls = engine_of("llama", **OPTIONS), itertools.count()
+    engine = engine_of("llama", **OPTIONS)
     sequence = engine.open()
     engine.encode([(sequence, PROMPT)])
     snapshot, tokens = Snapshot(engine.pool), dict(engine.host.tokens)
-
-    def spoil(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output * torch.nan if next(calls) == call else output
-
-    handle = engine.host.model.lm_head.register_forward_hook(spoil)
-    try:
-        with pytest.raises(NumericalError, match="NaN or Inf"):
-            engine.compactor.on_context_step_end(sequence)
-    finally:
-        handle.remove()
-    assert next(calls) == call + 1
+    assert_compaction_ends_at(engine, sequence, call)
     snapshot.assert_unchanged()
     assert engine.host.tokens == tokens and len(tokens[sequence]) == len(PROMPT)
     full = engine_of("llama", policy="full")

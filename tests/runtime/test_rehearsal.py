@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.rehearsal import Rehearsal, carried_over
 from bpkv_trt.core.running_attention import RunningAttention
-from bpkv_trt.errors import NumericalError, PoolExhausted
+from bpkv_trt.errors import PoolExhausted
 from bpkv_trt.policies.registry import settled
 from bpkv_trt.runtime import rehearsal, torch_statistics
 from bpkv_trt.runtime.engine import Engine, make_pool
@@ -25,6 +25,7 @@ from bpkv_trt.runtime.torch_host import TorchHost
 from tests.pool.snapshot import Snapshot
 from tests.runtime.conftest import MakeEngine, prompt_tokens
 from tests.runtime.random_models import COMPACTABLE, SMALL, engine_of, plain_copy, random_tokens, wrapped
+from tests.runtime.spoiled import assert_compaction_ends_at
 from tests.runtime.test_observers import HALVES
 from tests.runtime.trail import assert_masked, follow
 
@@ -186,20 +187,10 @@ def test_without_room_for_a_passage_nothing_is_run(count: int, missing: int, mon
 @pytest.mark.parametrize("call", [0, 1, 4])
 def test_nan_logits_leave_nothing_of_a_passage(call: int) -> None:
     """In the first, the second and the last; the compaction ends there, and the sequence goes on as if untouched."""
-    engine, calls = engine_of("llama", **{**OPTIONS, "rehearsal": 1000}), itertools.count()
+    engine = engine_of("llama", **{**OPTIONS, "rehearsal": 1000})
     sequence = encoded(engine)
     snapshot = Snapshot(engine.pool)
-
-    def spoil(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output * torch.nan if next(calls) == call else output
-
-    handle = engine.host.model.lm_head.register_forward_hook(spoil)
-    try:
-        with pytest.raises(NumericalError, match="NaN or Inf"):
-            engine.compactor.on_context_step_end(sequence)
-    finally:
-        handle.remove()
-    assert next(calls) == call + 1
+    assert_compaction_ends_at(engine, sequence, call)
     snapshot.assert_unchanged()
     assert engine.host.tokens == {sequence: PROMPT}
     full = engine_of("llama", policy="full")

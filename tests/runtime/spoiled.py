@@ -1,0 +1,26 @@
+"""A compaction in which a forward pass goes wrong."""
+
+import itertools
+from typing import Any
+
+import pytest
+from torch import Tensor, nan, nn
+
+from bpkv_trt.errors import NumericalError
+from bpkv_trt.runtime.engine import Engine
+
+
+def assert_compaction_ends_at(engine: Engine, sequence: int, call: int) -> None:
+    """The logits of forward pass number `call` of the prompt's compaction are NaN: it is refused, and none follows."""
+    calls = itertools.count()
+
+    def spoil(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * nan if next(calls) == call else output
+
+    handle = engine.host.model.lm_head.register_forward_hook(spoil)
+    try:
+        with pytest.raises(NumericalError, match="NaN or Inf"):
+            engine.compactor.on_context_step_end(sequence)
+    finally:
+        handle.remove()
+    assert next(calls) == call + 1
