@@ -1,7 +1,5 @@
 """A rehearsal: the model repeats passages of its prompt, so that what any answer might look up shows."""
 
-from collections.abc import Sequence
-
 import torch
 
 from bpkv_trt.core.rehearsal import Rehearsal
@@ -46,7 +44,7 @@ def _received(host: TorchHost, sequence: int, part: range) -> torch.Tensor:
     traits, length = host.traits, len(host.tokens[sequence])
     observer = RepeatedAttention(host.pool, traits, sequence, range(length), sinks=0)
     received = torch.zeros(traits.layers, traits.kv_heads, len(part), device=host.device)
-    passage = _with_lead(host.tokens[sequence], part)
+    passage = host.tokens[sequence][max(0, part.start - LEAD) : part.stop]
     try:
         host.forward([Chunk(sequence, passage, [observer])], drafting=True)
     finally:
@@ -54,7 +52,3 @@ def _received(host: TorchHost, sequence: int, part: range) -> torch.Tensor:
     for (layer, head), largest in observer.largest.items():
         received[layer, head] = largest[part.start : part.stop]
     return received
-
-
-def _with_lead(tokens: Sequence[int], part: range) -> list[int]:
-    return list(tokens[max(0, part.start - LEAD) : part.stop])

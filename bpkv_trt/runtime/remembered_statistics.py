@@ -1,9 +1,10 @@
 """Statistics of a sequence that many configurations are tried on: what was found out once is not found out again."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from bpkv_trt.core.rehearsal import Rehearsal
 from bpkv_trt.core.statistics import ForwardStatistics
@@ -13,6 +14,7 @@ from bpkv_trt.runtime.step import Chunk
 from bpkv_trt.runtime.torch_statistics import TorchStatistics
 
 Key = tuple[object, ...]
+T = TypeVar("T")
 
 
 @dataclass
@@ -35,26 +37,19 @@ class RememberedStatistics(TorchStatistics):
 
     def draft_answer(self, sequence: int, count: int, trace: Trace) -> None:
         key = (self._length(sequence), count)
-        if key in self.memory.drafts:
-            self.drafts[sequence], seconds = self.memory.drafts[key]
-            trace.credit("readout", seconds)
-            return
-        before = trace.seconds()["readout"]
-        super().draft_answer(sequence, count, trace)
-        self.memory.drafts[key] = self.drafts[sequence], trace.seconds()["readout"] - before
+        draft_now = super().draft_answer
+
+        def find() -> Draft:
+            draft_now(sequence, count, trace)
+            return self.drafts[sequence]
+
+        self.drafts[sequence] = _once(self.memory.drafts, key, trace, find)
 
     def rehearse(self, sequence: int, count: int, trace: Trace) -> Rehearsal | None:
         if not self._whole(sequence):
             return super().rehearse(sequence, count, trace)
         key = (self._length(sequence), count, self.config.sinks)
-        if key in self.memory.rehearsals:
-            rehearsal, seconds = self.memory.rehearsals[key]
-            trace.credit("readout", seconds)
-            return rehearsal
-        before = trace.seconds()["readout"]
-        rehearsal = super().rehearse(sequence, count, trace)
-        self.memory.rehearsals[key] = rehearsal, trace.seconds()["readout"] - before
-        return rehearsal
+        return _once(self.memory.rehearsals, key, trace, partial(super().rehearse, sequence, count, trace))
 
     @contextmanager
     def look_ahead(self, sequence: int, count: int, trace: Trace) -> Iterator[tuple[float, ...]]:
@@ -83,14 +78,8 @@ class RememberedStatistics(TorchStatistics):
             return super().collect(sequence, positions, trace, drafted)
         options = self.config.model_dump_json(exclude={"budget", "generation_budget", "regime"})
         key = (options, self._length(sequence), positions, tuple(drafted))
-        if key in self.memory.statistics:
-            statistics, seconds = self.memory.statistics[key]
-            trace.credit("readout", seconds)
-            return statistics
-        before = trace.seconds()["readout"]
-        statistics = super().collect(sequence, positions, trace, drafted)
-        self.memory.statistics[key] = statistics, trace.seconds()["readout"] - before
-        return statistics
+        find = partial(super().collect, sequence, positions, trace, drafted)
+        return _once(self.memory.statistics, key, trace, find)
 
     def _length(self, sequence: int) -> int:
         return len(self.host.tokens[sequence])
@@ -99,3 +88,13 @@ class RememberedStatistics(TorchStatistics):
         """Whether nothing of it was evicted."""
         rows = self.host.pool.lengths(sequence)[list(self.host.traits.compactable_layers)]
         return bool((rows == self._length(sequence)).all())
+
+
+def _once(found: dict[Key, tuple[T, float]], key: Key, trace: Trace, find: Callable[[], T]) -> T:
+    """What was found for the key, now or before; the seconds of the readout that it took count either way."""
+    if key in found:
+        trace.credit("readout", found[key][1])
+    else:
+        before = trace.seconds()["readout"]
+        found[key] = find(), trace.seconds()["readout"] - before
+    return found[key][0]
