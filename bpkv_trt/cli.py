@@ -75,6 +75,8 @@ def _generate(options: argparse.Namespace) -> None:
     for flag, text in (("--question", options.question), ("--question-after", options.question_after)):
         if text is not None and any("\ud800" <= letter <= "\udfff" for letter in text):
             raise InputError(f"{flag} is not text in this terminal's encoding; give it as UTF-8.")
+        if text is not None and not text.strip():
+            raise InputError(f"{flag} is empty; give a question, or leave it out.")
     request = GenerateRequest(
         model=options.model,
         prompt=read_prompt(options.prompt_file),

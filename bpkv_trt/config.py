@@ -1,6 +1,6 @@
 """What a run keeps and how it chooses: one validated, immutable object."""
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -50,6 +50,16 @@ def _regimes(value: object) -> tuple[Regime, ...]:
 
 BudgetField = Annotated[Budget, BeforeValidator(_budget), PlainSerializer(str, return_type=str)]
 Regimes = Annotated[tuple[Regime, ...], BeforeValidator(_regimes)]
+
+
+class _KeysOnce(yaml.SafeLoader):
+    """YAML of which no key is given twice; PyYAML would take the last one in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [key.value for key, _ in node.value]
+        if twice := [key for place, key in enumerate(keys) if key in keys[:place]]:
+            raise yaml.constructor.ConstructorError(problem=f"{twice[0]} is given twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 class BpkvConfig(BaseModel):
@@ -145,7 +155,7 @@ class BpkvConfig(BaseModel):
                 f"within the recent window: give recent >= {self.scoring_positions}, or fewer of them."
             )
         if self.regime == ("generation",):
-            self._refuse_for_answers("lookahead", "rehearsal")
+            self._refuse_for_answers("budget", "lookahead", "rehearsal")
         if self.rehearsal and "rehearsal" in self.model_fields_set and self.safeguard == 0:
             raise ConfigError(
                 f"rehearsal is {self.rehearsal} and safeguard is 0, so nothing would go by it: leave rehearsal out, or "
@@ -218,7 +228,7 @@ class BpkvConfig(BaseModel):
     def from_yaml(cls, path: Path | str, **overrides: Any) -> "BpkvConfig":
         """Read options from a YAML mapping; `overrides` win over the file. Raises ConfigError."""
         try:
-            options = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            options = yaml.load(Path(path).read_text(encoding="utf-8"), _KeysOnce)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"The configuration {path} cannot be read ({error}); give a YAML file.") from None
         except yaml.YAMLError as error:

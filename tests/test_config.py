@@ -76,7 +76,9 @@ def test_an_unquoted_number_in_a_file_is_a_budget_and_an_empty_file_the_defaults
     assert BpkvConfig.from_yaml(path) == BpkvConfig()
 
 
-@pytest.mark.parametrize("content", [b"- 1\n", b"a: [", b"\xff\xfe", b"budget: -1\n", b"1: 2\n"])
+@pytest.mark.parametrize(
+    "content", [b"- 1\n", b"a: [", b"\xff\xfe", b"budget: -1\n", b"1: 2\n", b"refine: 0\nrefine: 0\n"]
+)
 def test_an_unusable_file_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "broken.yaml"
     path.write_bytes(content)
@@ -103,6 +105,7 @@ def test_an_unusable_file_is_refused_by_name(tmp_path: Path, content: bytes) -> 
         ({"lookahead": True}, ["lookahead is True", "no option is a switch"]),
         ({"rehearsal": 10, "safeguard": 0}, ["rehearsal is 10 and safeguard is 0", "leave rehearsal out"]),
         ({"rehearsal": 10, "regime": "generation"}, ["rehearsal is 10 and regime is generation", "deferred"]),
+        ({"budget": "0.3", "regime": "generation"}, ["budget is 0.3 and regime is generation", "deferred"]),
         ({"lookahead": 10, "regime": "generation"}, ["lookahead is 10 and regime is generation", "deferred"]),
         ({"preset": "published"}, ["preset is 'published'", "'default' or 'paper'"]),
     ],

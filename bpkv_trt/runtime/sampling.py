@@ -29,6 +29,11 @@ class SamplingParams:
             raise ConfigError(f"temperature is {self.temperature}; give 0 for greedy decoding, or a positive number.")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p is {self.top_p}; give a number above 0 and at most 1.")
+        if self.top_p < 1 and self.temperature == 0:
+            raise ConfigError(
+                f"top_p is {self.top_p} and temperature is 0, at which only the most probable token is taken, so it "
+                "would change nothing: leave top_p out, or give a temperature."
+            )
 
 
 class Sampler:

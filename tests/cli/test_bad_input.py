@@ -144,6 +144,14 @@ def test_a_question_in_another_encoding_is_refused(capsys: pytest.CaptureFixture
     assert "not text in this terminal's encoding" in generate(capsys, prompt, "--question", "caf\udce9")
 
 
+@pytest.mark.parametrize("flag", ["--question", "--question-after"])
+@pytest.mark.parametrize("question", ["", " \n"])
+def test_an_empty_question_is_refused(
+    capsys: pytest.CaptureFixture[str], prompt: Path, flag: str, question: str
+) -> None:
+    assert f"{flag} is empty" in generate(capsys, prompt, flag, question)
+
+
 def test_a_broken_chat_template_is_told_and_raw_does_without_it(
     capsys: pytest.CaptureFixture[str], prompt: Path, tmp_path: Path
 ) -> None:

@@ -68,3 +68,8 @@ def test_a_seed_repeats_itself_and_samplers_do_not_influence_one_another() -> No
 def test_invalid_options_are_refused_by_name(option: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{option} is {value}"):
         SamplingParams(**{"max_new_tokens": 1, option: value})
+
+
+def test_a_nucleus_is_refused_where_only_the_most_probable_token_is_taken() -> None:
+    with pytest.raises(ConfigError, match=r"top_p is 0\.9 and temperature is 0"):
+        SamplingParams(1, top_p=0.9)
