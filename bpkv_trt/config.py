@@ -111,11 +111,11 @@ class BpkvConfig(BaseModel):
         le=1024,
         description="random probes of the exact readout at every position, by default 64 over all, at least 1",
     )
-    # An answer that is found is read on: the rows beside a wanted one are wanted next.
-    pooling: int = Field(5, ge=1, le=63, description="neighbouring rows over which scores are averaged, odd; 1: none")
-    # A draft may take another turn than the answer; half is for what other answers need.
+    # Beside a rehearsal averaging costs (profiles/quality/NOTES.md, 7): what is read on to is secured by that already.
+    pooling: int = Field(1, ge=1, le=63, description="neighbouring rows over which scores are averaged, odd; 1: none")
+    # A draft may take another turn than the answer; the larger part is for what other answers need.
     safeguard: float = Field(
-        0.5,
+        0.6,
         ge=0,
         le=1,
         description="share of what is kept that goes by attention alone: that of the rehearsal, or, without one, of "
