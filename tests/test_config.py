@@ -163,3 +163,9 @@ def test_a_file_settles_as_what_it_was_written_from(tmp_path: Path, options: dic
 def test_probes_are_dealt_over_the_positions_unless_given(positions: int, probes: int) -> None:
     assert BpkvConfig().probes_at(positions) == probes
     assert BpkvConfig(probes=3).probes_at(positions) == 3
+
+
+def test_neighbours_are_averaged_where_nothing_was_rehearsed_unless_given() -> None:
+    assert BpkvConfig().pooled_rows(rehearsed=False) == 5 and BpkvConfig().pooled_rows(rehearsed=True) == 1
+    for given in (1, 3):
+        assert BpkvConfig(pooling=given).pooled_rows(True) == BpkvConfig(pooling=given).pooled_rows(False) == given

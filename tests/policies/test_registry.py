@@ -205,6 +205,7 @@ PUBLISHED = {
     "top_k": 64,
     "lookahead": 0,
     "rehearsal": 0,
+    "pooling": 1,
     "safeguard": 0.0,
 }
 
@@ -226,7 +227,7 @@ def test_the_preset_paper_is_the_published_form() -> None:
         {"readout": "exact", "probes": 4},
         {"positions": 6, "top_k": 32},
         {"pooling": 5, "safeguard": 0.25, "scope": "head"},
-        {"readout": "exact", "lookahead": 32, "pooling": 1},  # the general defaults, given
+        {"readout": "exact", "lookahead": 32, "safeguard": 0.6},  # the general defaults, given
     ],
     ids=str,
 )
