@@ -33,8 +33,8 @@ for name in "$@"; do
     ablation) compare ablation 4 --model smollm2 --tasks niah_multikey,redundant_facts,vt,long_text --tokens 1000 \
          --horizon 32 --budgets 0.2 --regime prefill \
          --policies 'bpkv,bpkv[refine=0],bpkv[readout=direct],bpkv[lookahead=0],bpkv[rehearsal=0],bpkv[lookahead=0,rehearsal=0],bpkv[safeguard=0],bpkv[pooling=5],bpkv[scope=head],bpkv[preset=paper],snapkv[lookahead=32]' ;;
-    answers) compare answers 15 --model smollm2 --tasks niah_single,niah_multiquery,passkey,system_rule,two_questions \
-         --tokens 1000 --horizon 8 --budgets 0.2 --regime prefill --policies bpkv,snapkv,kvzip ;;
+    answers) compare answers 26 --model smollm2 --tasks niah_single,niah_multiquery,passkey,system_rule,two_questions \
+         --tokens 1000 --horizon 8 --budgets 0.2 --regime prefill --policies bpkv,snapkv ;;
     *) echo "unknown grid $name: a b c figure1 ablation answers" >&2; exit 2 ;;
   esac
 done
