@@ -161,7 +161,7 @@ class BpkvConfig(BaseModel):
                 f"within the recent window: give recent >= {self.scoring_positions}, or fewer of them."
             )
         if self.regime == ("generation",):
-            self._refuse_for_answers("budget", "lookahead", "rehearsal")
+            self._refuse_for_answers("lookahead", "rehearsal")
         if self.rehearsal and "rehearsal" in self.model_fields_set and self.safeguard == 0:
             raise ConfigError(
                 f"rehearsal is {self.rehearsal} and safeguard is 0, so nothing would go by it: leave rehearsal out, or "

@@ -105,7 +105,6 @@ def test_an_unusable_file_is_refused_by_name(tmp_path: Path, content: bytes) -> 
         ({"lookahead": True}, ["lookahead is True", "no option is a switch"]),
         ({"rehearsal": 10, "safeguard": 0}, ["rehearsal is 10 and safeguard is 0", "leave rehearsal out"]),
         ({"rehearsal": 10, "regime": "generation"}, ["rehearsal is 10 and regime is generation", "deferred"]),
-        ({"budget": "0.3", "regime": "generation"}, ["budget is 0.3 and regime is generation", "deferred"]),
         ({"lookahead": 10, "regime": "generation"}, ["lookahead is 10 and regime is generation", "deferred"]),
         ({"preset": "published"}, ["preset is 'published'", "'default' or 'paper'"]),
     ],
