@@ -6,21 +6,23 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-
-def let_ranges_end_at_scalars() -> None:
-    """Triton 3.5 holds a scalar as an array of one element, of which NumPy 2.4 makes no int."""
-    patch = interpreter._patch_lang_tensor
-
-    def patch_and_mend(tensor):
-        patch(tensor)
-        tensor.__index__ = lambda scalar: scalar.handle.data.item()
-
-    interpreter._patch_lang_tensor = patch_and_mend
+_patch_tensor = interpreter._patch_lang_tensor
 
 
-let_ranges_end_at_scalars()
+def _patch_tensor_for_numpy(tensor: type) -> None:
+    # Triton 3.5 makes a loop's bound, an array of one number, an int in a way that NumPy 2.4 refuses.
+    _patch_tensor(tensor)
+    tensor.__index__ = lambda self: self.handle.data.item()
+
+
+interpreter._patch_lang_tensor = _patch_tensor_for_numpy
 
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
