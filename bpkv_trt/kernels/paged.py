@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bpkv_trt.kernels.arguments import expect
+
 
 class CacheType(Enum):
     """What a row is made of, as kernels name it."""
@@ -32,6 +34,21 @@ class CacheType(Enum):
             raise TypeError(f"cache is {dtype}; kernels read {', '.join(str(each) for each in known)}.")
         return known[dtype]
 
+    def operand(self, dtype: torch.dtype) -> tl.dtype:
+        """What rows become to be multiplied with a tensor of `dtype`: that type; fp32 in the interpreter.
+
+        (The interpreter's product of bf16 is wrong.) Raises TypeError where `dtype` would round a number of the cache.
+        """
+        types = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+        rounded = {
+            CacheType.FP32: (torch.float16, torch.bfloat16),
+            CacheType.FP16: (torch.bfloat16,),
+            CacheType.BF16: (torch.float16,),
+        }
+        if dtype not in types or dtype in rounded.get(self, ()):
+            raise TypeError(f"Rows of a cache of {self.value} would be rounded to be multiplied with {dtype}.")
+        return tl.float32 if triton.knobs.runtime.interpret else types[dtype]
+
 
 @dataclass(frozen=True)
 class PagedCache:
@@ -53,6 +70,18 @@ class PagedCache:
     key_scale: float = 1.0  # what a stored number is multiplied by
     value_scale: float = 1.0
 
+    def __post_init__(self) -> None:
+        """Raises TypeError or ValueError, as `expect`."""
+        expect("lengths", self.lengths, (None, None), [torch.int32], self.device)
+        expect("addresses", self.addresses, (2,), [torch.int64], self.device)
+        lists = (self.sequences, 1 if self.shared_pages else self.kv_heads)
+        for name, pages in (("key_pages", self.key_pages), ("value_pages", self.value_pages)):
+            expect(f"{name}[0, 0]", pages[0, 0], (None,), [torch.int32], self.device)
+            if pages.shape[:2] != lists:
+                raise ValueError(f"{name} has shape {tuple(pages.shape)}; expected {lists} lists of pages.")
+        if self.key_pages.shape != self.value_pages.shape or self.key_pages.stride() != self.value_pages.stride():
+            raise ValueError("key_pages and value_pages differ in shape or strides; expected equal ones.")
+
     @property
     def sequences(self) -> int:
         return self.lengths.shape[0]
@@ -60,6 +89,21 @@ class PagedCache:
     @property
     def kv_heads(self) -> int:
         return self.lengths.shape[1]
+
+    @property
+    def capacity(self) -> int:
+        """Rows that fit into the longest page list: known without reading the lengths from the device."""
+        return self.key_pages.shape[2] * self.page_size
+
+    @property
+    def page_heads(self) -> int:
+        return self.kv_heads if self.shared_pages else 1
+
+    @property
+    def list_strides(self) -> tuple[int, int]:
+        """From the page list of one sequence, and of one KV head, to the next: 0 for heads that share one."""
+        sequence, head, _ = self.key_pages.stride()
+        return sequence, 0 if self.shared_pages else head
 
     @property
     def device(self) -> torch.device:
@@ -98,22 +142,22 @@ def load_rows(
     place = offsets[:, None] + column[None, :]
     wanted = held[:, None] & (column < D)[None, :]
     if CACHE == "fp8e4m3":
-        bits = tl.load(_pointer(address, tl.uint8) + place, mask=wanted, other=0)
+        bits = tl.load(pointer(address, tl.uint8) + place, mask=wanted, other=0)
         return _from_e4m3(bits).to(TYPE)
     if CACHE == "int8":
-        return tl.load(_pointer(address, tl.int8) + place, mask=wanted, other=0).to(TYPE)
+        return tl.load(pointer(address, tl.int8) + place, mask=wanted, other=0).to(TYPE)
     if CACHE == "fp32":
-        return tl.load(_pointer(address, tl.float32) + place, mask=wanted, other=0.0).to(TYPE)
+        return tl.load(pointer(address, tl.float32) + place, mask=wanted, other=0.0).to(TYPE)
     if CACHE == "fp16":
-        return tl.load(_pointer(address, tl.float16) + place, mask=wanted, other=0.0).to(TYPE)
+        return tl.load(pointer(address, tl.float16) + place, mask=wanted, other=0.0).to(TYPE)
     tl.static_assert(CACHE == "bf16")
-    return tl.load(_pointer(address, tl.bfloat16) + place, mask=wanted, other=0.0).to(TYPE)
+    return tl.load(pointer(address, tl.bfloat16) + place, mask=wanted, other=0.0).to(TYPE)
 
 
 @triton.jit
-def _pointer(address, TYPE: tl.constexpr):
-    # Without the hint rows are loaded element by element.
-    return tl.multiple_of(address, 16).to(tl.pointer_type(TYPE))
+def pointer(address, TYPE: tl.constexpr):
+    # Without the hint rows are loaded element by element; given before the conversion it would be lost.
+    return tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
 
 
 @triton.jit
