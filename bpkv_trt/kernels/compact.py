@@ -6,11 +6,11 @@ import triton.language as tl
 from torch import Tensor
 
 from bpkv_trt.kernels.arguments import expect
-from bpkv_trt.kernels.paged import CacheType, PagedCache, pointer, row_offsets
+from bpkv_trt.kernels.launch import launch
+from bpkv_trt.kernels.paged import PagedCache, pointer, row_offsets
 
 TILE = 64  # rows read before the first of them is written: 32 KiB of K and V at D 128 in bf16
 WORD = 4  # bytes; rows move as words, whatever they hold
-ITEM = {CacheType.FP32: 4, CacheType.FP16: 2, CacheType.BF16: 2, CacheType.FP8: 1, CacheType.INT8: 1}  # bytes
 
 
 def compact(rows: Tensor, offsets: Tensor, cache: PagedCache, positions: Tensor | None) -> None:
@@ -32,25 +32,27 @@ def compact(rows: Tensor, offsets: Tensor, cache: PagedCache, positions: Tensor 
         raise ValueError("positions: expected for pages of one head, and None for shared pages.")
     if positions is not None:
         expect("positions", positions, (None, cache.page_size), [torch.int32], cache.device)
-    row_bytes = cache.head_dim * ITEM[cache.type]
+    row_bytes = cache.head_dim * cache.type.itemsize
     if row_bytes % WORD:
         raise ValueError(f"a row of the cache is {row_bytes} bytes; expected a multiple of {WORD}.")
-    pack_rows[(cache.kv_heads, cache.sequences)](
+    launch(
+        pack_rows,
+        (cache.kv_heads, cache.sequences),
         rows,
         offsets,
         cache.addresses,
         cache.key_pages,
         cache.value_pages,
-        *cache.key_pages.expand(-1, cache.kv_heads, -1).stride()[:2],
+        *cache.list_strides,
         cache.first_page,
         positions,
-        HEADS=cache.kv_heads if cache.shared_pages else 1,
+        HEADS=cache.page_heads,
         PAGE_SIZE=cache.page_size,
         WORDS=row_bytes // WORD,
         WIDTH=triton.next_power_of_2(row_bytes // WORD),
         TILE=TILE,
-        num_warps=8,
-        num_stages=1,
+        warps=8,
+        stages=1,
     )
 
 
