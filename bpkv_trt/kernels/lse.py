@@ -33,11 +33,8 @@ def log_sum_exp(
     length - (n - 1 - j), and with a window W only the last W of these. logit = scale q.k, with a softcap c
     c tanh(logit / c). Raises TypeError and ValueError for arguments that do not fit.
     """
-    expect("q", q, (None, None, cache.head_dim), FLOATS, cache.device)
-    expect("offsets", offsets, (cache.sequences + 1,), [torch.int32], cache.device)
+    expect_queries(q, offsets, cache, softcap, window)
     rows, heads, width = q.shape
-    if heads % cache.kv_heads:
-        raise ValueError(f"q has {heads} heads; expected a multiple of the cache's {cache.kv_heads}.")
     blocks = PositionBlocks(positions, heads // cache.kv_heads)
     splits = max(1, min(MOST_SPLITS, triton.cdiv(cache.capacity, TILE * TILES_PER_SPLIT)))
     result = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
@@ -75,6 +72,18 @@ def log_sum_exp(
         partials, splits, rows * heads, result, SPLITS=MOST_SPLITS, COLUMNS=COMBINED_COLUMNS
     )
     return result
+
+
+def expect_queries(q: Tensor, offsets: Tensor, cache: PagedCache, softcap: float | None, window: int | None) -> None:
+    """Raise TypeError or ValueError unless they fit together."""
+    expect("q", q, (None, None, cache.head_dim), FLOATS, cache.device)
+    expect("offsets", offsets, (cache.sequences + 1,), [torch.int32], cache.device)
+    if q.shape[1] % cache.kv_heads:
+        raise ValueError(f"q has {q.shape[1]} heads; expected a multiple of the cache's {cache.kv_heads}.")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}; expected None or a number above 0.")
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; expected None or at least 1 row.")
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bpkv_trt.kernels.arguments import FLOATS, expect
-from bpkv_trt.kernels.lse import INFINITY, attention_logits
+from bpkv_trt.kernels.lse import INFINITY, attention_logits, expect_queries
 from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets
 from bpkv_trt.kernels.positions import PositionBlocks, block_rows, sees
 
@@ -37,20 +37,29 @@ def singleton_scores(
     """The divergence that evicting each entry alone would cause. Returns [B, Hkv, longest] fp32, 0 past a head's end.
 
     q, offsets, scale, softcap, window and `positions` as in `log_sum_exp`, whose result `lse` [S, Hq] fp32 is;
-    context [S, Hq, D] the attention output; readout G [S, C, Hq, D], centred; all three fp32, fp16 or bf16; weights [S]
-    fp32, summing to 1 in each sequence; `longest` at least the longest length. With a = exp(logit - lse),
-    w = a / (1 - a) and dz[m, c] the sum of w (G.context - G.v) over the query heads of the entry's KV head:
+    context [S, Hq, D] the attention output, best in fp32, since v is subtracted from it; readout G [S, C, Hq, D],
+    centred; all three fp32, fp16 or bf16; weights [S] fp32, summing to 1 in each sequence; `longest` at least the
+    longest length. With a = exp(logit - lse), w = a / (1 - a) and dz[m, c] the sum of w (G.context - G.v) over the
+    query heads of the entry's KV head:
 
         p [S, C] fp32, rows summing to 1:  sum_m weights_m log1p(sum_c p_c phi(dz_c)),  phi(x) = e^x - 1 - x
         p None, C probes:                  sum_m weights_m 1/2 mean_c dz_c^2
 
-    dz above 80 counts as 80. An entry that is all of some attention (a == 1) scores the largest finite number. Right to
-    1e-5 of a score for a below 1/2 and |G.(context - v)| above a hundredth of |G.v|; nearer 1, as 1 - a loses digits,
-    to 1e-5 / (1 - a). Raises TypeError and ValueError for arguments that do not fit.
+    (What rounding the readout has undone of its centring is corrected in the first form.) dz above 80 counts as 80.
+    An entry that is all of some attention (a == 1) scores the largest finite number. A NaN that an entry's score is
+    made of makes it NaN. The error is about 1e-6 sqrt(s u) / (1 - a) for a score s whose terms would make u if
+    G.context and G.v, of all heads, did not cancel: within 1e-5 of s in ordinary attention. Raises TypeError and
+    ValueError for arguments that do not fit.
     """
+    expect_queries(q, offsets, cache, softcap, window)
     rows, heads, width = q.shape
+    expect("context", context, (rows, heads, width), FLOATS, cache.device)
+    expect("readout", readout, (rows, None, heads, width), FLOATS, cache.device)
     channels = readout.shape[1]
-    _check(q, context, readout, p, weights, offsets, cache, lse)
+    if p is not None:
+        expect("p", p, (rows, channels), [torch.float32], cache.device)
+    expect("weights", weights, (rows,), [torch.float32], cache.device)
+    expect("lse", lse, (rows, heads), [torch.float32], cache.device)
     blocks = PositionBlocks(positions, heads // cache.kv_heads)
     scores = torch.empty(cache.sequences, cache.kv_heads, longest, dtype=torch.float32, device=q.device)
     if rows == 0 or longest == 0:
@@ -101,31 +110,9 @@ def singleton_scores(
         SOFTCAP=softcap,
         TILE=TILE,
         num_warps=8,
+        num_stages=2,
     )
     return scores
-
-
-def _check(
-    q: Tensor,
-    context: Tensor,
-    readout: Tensor,
-    p: Tensor | None,
-    weights: Tensor,
-    offsets: Tensor,
-    cache: PagedCache,
-    lse: Tensor,
-) -> None:
-    rows, heads, width = q.shape
-    expect("q", q, (rows, heads, cache.head_dim), FLOATS, cache.device)
-    expect("context", context, (rows, heads, width), FLOATS, cache.device)
-    expect("readout", readout, (rows, None, heads, width), FLOATS, cache.device)
-    if p is not None:
-        expect("p", p, (rows, readout.shape[1]), [torch.float32], cache.device)
-    expect("weights", weights, (rows,), [torch.float32], cache.device)
-    expect("offsets", offsets, (cache.sequences + 1,), [torch.int32], cache.device)
-    expect("lse", lse, (rows, heads), [torch.float32], cache.device)
-    if heads % cache.kv_heads:
-        raise ValueError(f"q has {heads} heads; expected a multiple of the cache's {cache.kv_heads}.")
 
 
 @triton.jit
@@ -206,8 +193,8 @@ def score_entries(
         return
     held = row < length
     page_list = sequence * sequence_stride + kv_head * head_stride
-    key_places = row_offsets(key_pages + page_list, row, held, kv_head, first_page, PAGE_HEADS, PAGE_SIZE, D)
     value_places = row_offsets(value_pages + page_list, row, held, kv_head, first_page, PAGE_HEADS, PAGE_SIZE, D)
+    key_address = tl.load(addresses)
     values = load_rows(tl.load(addresses + 1), value_places, held, D, WIDTH, CACHE, VALUE_TYPE)
 
     column = tl.arange(0, WIDTH)
@@ -218,7 +205,9 @@ def score_entries(
         pair = (first + position).to(tl.int64) * (KV_HEADS * GROUP) + head  # [R]
         mask = exists[:, None] & (column < D)[None, :]
         queries = tl.load(q + pair[:, None] * D + column[None, :], mask=mask, other=0.0).to(KEY_TYPE)
-        keys = load_rows(tl.load(addresses), key_places, held, D, WIDTH, CACHE, KEY_TYPE)
+        # Found anew for every block: across the channels the places would take registers.
+        key_places = row_offsets(key_pages + page_list, row, held, kv_head, first_page, PAGE_HEADS, PAGE_SIZE, D)
+        keys = load_rows(key_address, key_places, held, D, WIDTH, CACHE, KEY_TYPE)
         logits = attention_logits(keys, queries, scale, SOFTCAP)
         total = tl.load(lse + pair, mask=exists, other=0.0)
         seen = sees(row, position, length, positions, window) & exists[None, :]
@@ -230,6 +219,7 @@ def score_entries(
         member = block * BLOCK + tl.arange(0, BLOCK)  # [MB]
         present = member < positions
         measured = tl.zeros([TILE, BLOCK], tl.float32)
+        mean = tl.zeros([TILE, BLOCK], tl.float32)
         for channel in range(CHANNELS):
             # [R], from [S, Hq] to [S, C, Hq]
             channel_pair = pair + ((first + position).to(tl.int64) * (CHANNELS - 1) + channel) * (KV_HEADS * GROUP)
@@ -241,8 +231,10 @@ def score_entries(
                 measured += shift * shift
             else:
                 share = tl.load(p + (first + member) * CHANNELS + channel, mask=present, other=0.0)
+                shift = tl.where(shift > OVERFLOW_LIMIT, OVERFLOW_LIMIT, shift)  # not `minimum`, which loses a NaN
                 measured += share[None, :] * phi(shift)
-        divergence = measured * (0.5 / CHANNELS) if PROBES else log1p(measured)
+                mean += share[None, :] * shift
+        divergence = measured * (0.5 / CHANNELS) if PROBES else log_mean_exp(measured, mean)
         weight = tl.load(weights + first + member, mask=present, other=0.0)
         score += tl.sum(divergence * weight[None, :], axis=1)
 
@@ -251,16 +243,25 @@ def score_entries(
 
 
 @triton.jit
+def log_mean_exp(mean_phi, mean):
+    """log sum p e^(x - m) from sum p phi(x) and m = sum p x: what rounding left of the centring is taken out exactly.
+
+    It is log1p(e^-m (sum p phi(x) - phi(m))). Where m passes 1, shifts are in the hundreds, and no longer corrected.
+    """
+    mean = tl.where(mean > 1, 1.0, tl.where(mean < -1, -1.0, mean))
+    return log1p(tl.exp(-mean) * (mean_phi - phi(mean)))
+
+
+@triton.jit
 def phi(x):
     """e^x - 1 - x, to 2e-6 of itself."""
-    x = tl.where(x > OVERFLOW_LIMIT, OVERFLOW_LIMIT, x)  # not `minimum`, which loses a NaN
     series = x * x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x / 5040)))))
     return tl.where(tl.abs(x) < SERIES_LIMIT, series, tl.exp(x) - 1 - x)
 
 
 @triton.jit
 def log1p(x):
-    """For x >= 0: 2 artanh(x / (2 + x)) by its series where log(1 + x) would lose the digits of x."""
+    """2 artanh(x / (2 + x)) by its series where log(1 + x) would lose the digits of x; for x > -1/2."""
     s = x / (2 + x)
     t = s * s
     series = 2 * s * (1 + t * (1 / 3 + t * (1 / 5 + t * (1 / 7 + t / 9))))

@@ -71,6 +71,8 @@ def test_a_nan_comes_through_where_it_is_seen(device):
         ({"q": torch.zeros(4, 3, 16).mT.contiguous().mT.transpose(0, 1)}, ValueError, "q has strides"),
         ({"offsets": torch.zeros(2)}, TypeError, "offsets is torch.float32"),
         ({"positions": 0}, ValueError, "positions is 0"),
+        ({"softcap": 0.0}, ValueError, "softcap is 0.0"),
+        ({"window": 0}, ValueError, "window is 0"),
     ],
 )
 def test_what_does_not_fit_is_refused(device, change, error, said):
