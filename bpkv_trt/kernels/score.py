@@ -180,7 +180,8 @@ def score_entries(
 
     Floor: 2 Hq T D M (1 + C) FLOPs; reads K and V, 2 Hkv T D elements. 32 query and 8 KV heads, D 128, 64k tokens,
     bf16: 268 MB, 56 us at 4.8 TB/s; 16 positions and 32 logits 283 GFLOP, 286 us at 990 TFLOP/s: the products bind.
-    40 positions and one probe 43 GFLOP, 43 us: bandwidth binds. In fp32 (67 TFLOP/s) the products bind.
+    40 positions and one probe 43 GFLOP, 43 us: bandwidth binds. In fp32 (67 TFLOP/s) the products bind; the
+    tiles, made for tensor cores, spill then: fp32 on a GPU is for checks, not for speed.
     """
     kv_head, sequence = tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence * KV_HEADS + kv_head)
@@ -197,12 +198,19 @@ def score_entries(
     key_address = tl.load(addresses)
     values = load_rows(tl.load(addresses + 1), value_places, held, D, WIDTH, CACHE, VALUE_TYPE)
 
+    # Only what is the same for a whole program is counted in int64.
+    q += first.to(tl.int64) * (KV_HEADS * GROUP * D)
+    lse += first.to(tl.int64) * (KV_HEADS * GROUP)
+    readout += first.to(tl.int64) * (CHANNELS * KV_HEADS * GROUP * D)
+    context_read += first.to(tl.int64) * (CHANNELS * KV_HEADS * GROUP)
+    p += first.to(tl.int64) * CHANNELS
+    weights += first
     column = tl.arange(0, WIDTH)
     score = tl.zeros([TILE], tl.float32)
     sole = tl.zeros([TILE], tl.int32)
     for block in range(tl.cdiv(positions, BLOCK)):
         position, head, exists = block_rows(block, positions, kv_head, GROUP, PADDED_GROUP, BLOCK)
-        pair = (first + position).to(tl.int64) * (KV_HEADS * GROUP) + head  # [R]
+        pair = position * (KV_HEADS * GROUP) + head  # [R]
         mask = exists[:, None] & (column < D)[None, :]
         queries = tl.load(q + pair[:, None] * D + column[None, :], mask=mask, other=0.0).to(KEY_TYPE)
         # Found anew for every block: across the channels the places would take registers.
@@ -220,22 +228,22 @@ def score_entries(
         present = member < positions
         measured = tl.zeros([TILE, BLOCK], tl.float32)
         mean = tl.zeros([TILE, BLOCK], tl.float32)
+        first_channel = position * (CHANNELS * KV_HEADS * GROUP) + head  # [R]
         for channel in range(CHANNELS):
-            # [R], from [S, Hq] to [S, C, Hq]
-            channel_pair = pair + ((first + position).to(tl.int64) * (CHANNELS - 1) + channel) * (KV_HEADS * GROUP)
-            g = tl.load(readout + channel_pair[:, None] * D + column[None, :], mask=mask, other=0.0).to(VALUE_TYPE)
-            read = tl.load(context_read + channel_pair, mask=exists, other=0.0)
+            row_of_g = channel * (KV_HEADS * GROUP) + first_channel
+            g = tl.load(readout + row_of_g[:, None] * D + column[None, :], mask=mask, other=0.0).to(VALUE_TYPE)
+            read = tl.load(context_read + row_of_g, mask=exists, other=0.0)
             away = read[None, :] - tl.dot(values, tl.trans(g), input_precision="ieee") * value_scale  # G.(c - v)
             shift = tl.sum(tl.reshape(w * away, (TILE, BLOCK, PADDED_GROUP)), axis=2)  # dz [T, MB]
             if PROBES:
                 measured += shift * shift
             else:
-                share = tl.load(p + (first + member) * CHANNELS + channel, mask=present, other=0.0)
+                share = tl.load(p + member * CHANNELS + channel, mask=present, other=0.0)
                 shift = tl.where(shift > OVERFLOW_LIMIT, OVERFLOW_LIMIT, shift)  # not `minimum`, which loses a NaN
                 measured += share[None, :] * phi(shift)
                 mean += share[None, :] * shift
         divergence = measured * (0.5 / CHANNELS) if PROBES else log_mean_exp(measured, mean)
-        weight = tl.load(weights + first + member, mask=present, other=0.0)
+        weight = tl.load(weights + member, mask=present, other=0.0)
         score += tl.sum(divergence * weight[None, :], axis=1)
 
     score = tl.where((sole > 0) & (score == score), LARGEST, score)  # a NaN stays
