@@ -22,6 +22,7 @@ from bpkv_trt.errors import ConfigError
 Regime = Literal["prefill", "deferred", "generation"]
 Preset = Literal["default", "paper"]
 PROBES = 64  # over all scoring positions, where nothing is said of each
+POOLING = 5  # rows, where nothing is said and nothing was rehearsed
 ReadoutKind = Literal["direct", "exact"]
 
 
@@ -111,11 +112,16 @@ class BpkvConfig(BaseModel):
         le=1024,
         description="random probes of the exact readout at every position, by default 64 over all, at least 1",
     )
-    # An answer that is found is read on: the rows beside a wanted one are wanted next.
-    pooling: int = Field(5, ge=1, le=63, description="neighbouring rows over which scores are averaged, odd; 1: none")
-    # A draft may take another turn than the answer; half is for what other answers need.
+    # An answer that is found is read on: the rows beside a wanted one are wanted next. A rehearsal tells so itself.
+    pooling: int | None = Field(
+        None,
+        ge=1,
+        le=63,
+        description="neighbouring rows over which scores are averaged, odd, by default 5, and 1 beside a rehearsal",
+    )
+    # A draft may take another turn than the answer; the larger part is for what other answers need.
     safeguard: float = Field(
-        0.5,
+        0.6,
         ge=0,
         le=1,
         description="share of what is kept that goes by attention alone: that of the rehearsal, or, without one, of "
@@ -155,13 +161,13 @@ class BpkvConfig(BaseModel):
                 f"within the recent window: give recent >= {self.scoring_positions}, or fewer of them."
             )
         if self.regime == ("generation",):
-            self._refuse_for_answers("budget", "lookahead", "rehearsal")
+            self._refuse_for_answers("lookahead", "rehearsal")
         if self.rehearsal and "rehearsal" in self.model_fields_set and self.safeguard == 0:
             raise ConfigError(
                 f"rehearsal is {self.rehearsal} and safeguard is 0, so nothing would go by it: leave rehearsal out, or "
                 "give a safeguard."
             )
-        if self.pooling % 2 == 0:
+        if self.pooling is not None and self.pooling % 2 == 0:
             raise ConfigError(f"pooling is {self.pooling}, but rows are averaged around each: give an odd number.")
         if self.generation_budget.kind != "tokens":
             raise ConfigError(
@@ -213,6 +219,10 @@ class BpkvConfig(BaseModel):
     def probes_at(self, positions: int) -> int:
         """Probes of each of so many scoring positions."""
         return self.probes or max(1, PROBES // positions)
+
+    def pooled_rows(self, rehearsed: bool) -> int:
+        """Neighbouring rows over which scores are averaged, 1 for none."""
+        return self.pooling or (1 if rehearsed else POOLING)
 
     @property
     def protected(self) -> int:

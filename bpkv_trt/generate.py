@@ -29,11 +29,7 @@ def run_generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]
 
     Raises a BpkvError before the prompt is run where prompt, model, configuration and memory do not go together.
     """
-    if request.question_after is not None and "prefill" not in request.config.regime:
-        raise ConfigError(
-            f"--question-after is asked of the compacted cache, but with --regime {','.join(request.config.regime)} "
-            "nothing is compacted before the question: use --question, or a regime with prefill."
-        )
+    _check_regime(request)
     device = device_of(request.device)
     trace = Trace(synchronize=torch.cuda.synchronize if device == "cuda" else None)
     sampling = SamplingParams(request.max_new_tokens, request.temperature, request.top_p, request.config.seed)
@@ -52,6 +48,20 @@ def run_generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]
         report["verify"] = asdict(checked)
     report["timings_s"] = seconds | {"verify": trace.seconds()["verify"]}
     return report
+
+
+def _check_regime(request: GenerateRequest) -> None:
+    """Raise ConfigError where the request has something for a regime that it does not have."""
+    if request.question_after is not None and "prefill" not in request.config.regime:
+        raise ConfigError(
+            f"--question-after is asked of the compacted cache, but with --regime {','.join(request.config.regime)} "
+            "nothing is compacted before the question: use --question, or a regime with prefill."
+        )
+    if request.config.regime == ("generation",) and "budget" in request.config.model_fields_set:
+        raise ConfigError(
+            f"budget is {request.config.budget}, which bounds a prompt's entries, and regime is generation, which "
+            "evicts none of them: give generation_budget for the answer's, or add prefill or deferred to regime."
+        )
 
 
 def _encode(loaded: LoadedModel, request: GenerateRequest) -> Turns:

@@ -105,7 +105,6 @@ def test_an_unusable_file_is_refused_by_name(tmp_path: Path, content: bytes) -> 
         ({"lookahead": True}, ["lookahead is True", "no option is a switch"]),
         ({"rehearsal": 10, "safeguard": 0}, ["rehearsal is 10 and safeguard is 0", "leave rehearsal out"]),
         ({"rehearsal": 10, "regime": "generation"}, ["rehearsal is 10 and regime is generation", "deferred"]),
-        ({"budget": "0.3", "regime": "generation"}, ["budget is 0.3 and regime is generation", "deferred"]),
         ({"lookahead": 10, "regime": "generation"}, ["lookahead is 10 and regime is generation", "deferred"]),
         ({"preset": "published"}, ["preset is 'published'", "'default' or 'paper'"]),
     ],
@@ -163,3 +162,9 @@ def test_a_file_settles_as_what_it_was_written_from(tmp_path: Path, options: dic
 def test_probes_are_dealt_over_the_positions_unless_given(positions: int, probes: int) -> None:
     assert BpkvConfig().probes_at(positions) == probes
     assert BpkvConfig(probes=3).probes_at(positions) == 3
+
+
+def test_neighbours_are_averaged_where_nothing_was_rehearsed_unless_given() -> None:
+    assert BpkvConfig().pooled_rows(rehearsed=False) == 5 and BpkvConfig().pooled_rows(rehearsed=True) == 1
+    for given in (1, 3):
+        assert BpkvConfig(pooling=given).pooled_rows(True) == BpkvConfig(pooling=given).pooled_rows(False) == given

@@ -39,10 +39,10 @@ class Bpkv(Policy):
     Ours: what a prompt's entries are needed for shows in the answer, so up to 32 tokens of it are drafted, greedily and
     on the full cache, and their distributions preserved as well (for a deferred compaction from the end of the prompt
     too, at a tenth of the weight, where that draft has not come true); the readout is the exact Jacobian, by 64 Fisher
-    probes over all positions; scores are averaged over 5 neighbouring rows; and since a draft may take another turn
-    than the answer, half of what stays is what the model attends to while it repeats its prompt (KVzip's score), of
-    which 512 tokens are repeated and a ridge regression tells the others. An answer's compaction repeats nothing: there
-    every head first keeps half of its even part by what the latest tokens attend to (SnapKV's score).
+    probes over all positions; and since a draft may take another turn than the answer, three fifths of what stays are
+    what the model attends to while it repeats its prompt (KVzip's score), of which 512 tokens are repeated and a ridge
+    regression tells the others. An answer's compaction repeats nothing: there scores are averaged over 5 neighbouring
+    rows, and every head first keeps three fifths of its even part by what the latest tokens attend to (SnapKV's score).
     """
 
     name: ClassVar[str] = "bpkv"
@@ -66,7 +66,7 @@ class Bpkv(Policy):
     def score(self, statistics: ForwardStatistics, view: SequenceView) -> Tensor:
         # in float64: the largest finite scores, of entries that are all that a head attends to, add up to no infinity
         scores = score_entries(statistics, view, self.traits).double()
-        return neighbour_mean(scores, self.config.pooling).float()
+        return neighbour_mean(scores, self.config.pooled_rows(statistics.rehearsal is not None)).float()
 
     def select(
         self, scores: Tensor, eligible: Tensor, quota: Quota, statistics: ForwardStatistics, view: SequenceView

@@ -127,6 +127,13 @@ def test_a_question_after_needs_a_compaction_before_it(
         assert "prefill" in refused(capsys, tmp_path, long_text, "--question-after", "what?", "--regime", regime)
 
 
+def test_a_budget_of_the_prompt_needs_a_regime_that_compacts_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, long_text: str
+) -> None:
+    message = refused(capsys, tmp_path, long_text, "--budget", "0.3", "--regime", "generation")
+    assert "budget is 0.3" in message and "generation_budget" in message
+
+
 def test_the_generation_regime_alone_reports_its_own_budget(tmp_path: Path, long_text: str) -> None:
     options = ("--regime", "generation", "--generation-budget", "34t", "--interval", "40", "--max-new-tokens", "90")
     document = generate(tmp_path, long_text, *options)

@@ -227,7 +227,7 @@ def test_the_preset_paper_is_the_published_form() -> None:
         {"readout": "exact", "probes": 4},
         {"positions": 6, "top_k": 32},
         {"pooling": 5, "safeguard": 0.25, "scope": "head"},
-        {"readout": "exact", "lookahead": 32, "pooling": 5},  # the general defaults, given
+        {"readout": "exact", "lookahead": 32, "safeguard": 0.6},  # the general defaults, given
     ],
     ids=str,
 )

@@ -1,6 +1,7 @@
 """A rehearsal: what it measures, by transformers' eager attention; that nothing is left of it; and what it secures."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bpkv_trt.config import BpkvConfig
+from bpkv_trt.core.evidence import score_entries
 from bpkv_trt.core.rehearsal import Rehearsal, carried_over
 from bpkv_trt.core.running_attention import RunningAttention
 from bpkv_trt.errors import PoolExhausted
@@ -246,6 +248,18 @@ def test_of_what_a_unit_keeps_its_share_is_what_the_rehearsal_shows(
         assert stays == secured | {(*each, position) for unit in units for each in unit for position in of_own}
     plain, _ = compacted(without := make_engine("tiny-llama", **{**options, "rehearsal": 0}, safeguard=share), prompt)
     assert not secured <= held(without, plain), "the latest attention secures the same"
+
+
+def test_neighbours_share_their_scores_where_nothing_was_rehearsed(make_engine: MakeEngine) -> None:
+    prompt = prompt_tokens("tiny-llama", 1, 90)
+    engine = make_engine("tiny-llama", **OPTIONS)
+    view = engine.pool.view(sequence := encoded(engine, prompt))
+    statistics = engine.statistics.collect(sequence, 6, engine.trace)
+    alone = score_entries(statistics, view, engine.host.traits).double()
+    rehearsed = replace(statistics, rehearsal=engine.statistics.rehearse(sequence, 25, engine.trace))
+    assert torch.equal(engine.compactor.policy.score(rehearsed, view).double(), alone)
+    near = [alone[..., max(0, row - 2) : row + 3].sum(-1) / 5 for row in range(90)]
+    torch.testing.assert_close(engine.compactor.policy.score(statistics, view).double(), torch.stack(near, -1))
 
 
 def counted_rehearsals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
