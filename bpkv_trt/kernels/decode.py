@@ -5,9 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bpkv_trt.kernels.arguments import FLOATS, expect
 from bpkv_trt.kernels.launch import launch
-from bpkv_trt.kernels.lse import attention_logits
+from bpkv_trt.kernels.lse import attention_logits, expect_queries
 from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets
 
 TILE = 64  # rows, fewer where they are wide
@@ -36,7 +35,9 @@ def paged_decode_attention(
     combined. Sums are fp32; attention weights are rounded to the type of the product. Runs on the current device.
     Raises TypeError or ValueError, before any launch, where an argument does not fit.
     """
-    _check(q, cache, softcap, window, splits)
+    expect_queries(q, None, cache, softcap, window)
+    if splits is not None and not 1 <= splits <= MAX_SPLITS:
+        raise ValueError(f"splits is {splits}; expected None or 1 to {MAX_SPLITS}.")
     batch, heads, width = q.shape
     if splits is None:
         splits = split_count(batch * cache.kv_heads, cache.capacity, multiprocessors(q.device))
@@ -201,15 +202,3 @@ def combine_splits(
     combined = tl.sum(parts * weights[:, None], 0) / total * value_scale
     tl.store(context + head * D + column, combined.to(context.dtype.element_ty), mask=column < D)
     tl.store(lse + head, highest + tl.log(total))
-
-
-def _check(q: Tensor, cache: PagedCache, softcap: float | None, window: int | None, splits: int | None) -> None:
-    expect("q", q, (cache.sequences, None, cache.head_dim), FLOATS, cache.device)
-    if q.shape[1] % cache.kv_heads:
-        raise ValueError(f"q has {q.shape[1]} heads; expected a multiple of the cache's {cache.kv_heads}.")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}; expected None or a number above 0.")
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}; expected None or at least 1 row.")
-    if splits is not None and not 1 <= splits <= MAX_SPLITS:
-        raise ValueError(f"splits is {splits}; expected None or 1 to {MAX_SPLITS}.")

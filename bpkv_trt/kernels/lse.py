@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bpkv_trt.kernels.arguments import FLOATS, expect
+from bpkv_trt.kernels.launch import launch
 from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets
 from bpkv_trt.kernels.positions import PositionBlocks, block_rows, sees
 
@@ -41,7 +42,9 @@ def log_sum_exp(
     if rows == 0:
         return result
     partials = torch.empty(splits, rows, heads, dtype=torch.float32, device=q.device)
-    partial_log_sum_exp[(blocks.count * splits, cache.kv_heads, cache.sequences)](
+    launch(
+        partial_log_sum_exp,
+        (blocks.count * splits, cache.kv_heads, cache.sequences),
         q,
         offsets,
         cache.addresses,
@@ -66,18 +69,30 @@ def log_sum_exp(
         TYPE=cache.type.operand(q.dtype),
         SOFTCAP=softcap,
         TILE=TILE,
-        num_warps=4,
+        warps=4,
     )
-    combined_log_sum_exp[(triton.cdiv(rows * heads, COMBINED_COLUMNS),)](
-        partials, splits, rows * heads, result, SPLITS=MOST_SPLITS, COLUMNS=COMBINED_COLUMNS
+    launch(
+        combined_log_sum_exp,
+        (triton.cdiv(rows * heads, COMBINED_COLUMNS),),
+        partials,
+        splits,
+        rows * heads,
+        result,
+        SPLITS=MOST_SPLITS,
+        COLUMNS=COMBINED_COLUMNS,
+        warps=4,
     )
     return result
 
 
-def expect_queries(q: Tensor, offsets: Tensor, cache: PagedCache, softcap: float | None, window: int | None) -> None:
-    """Raise TypeError or ValueError unless they fit together."""
-    expect("q", q, (None, None, cache.head_dim), FLOATS, cache.device)
-    expect("offsets", offsets, (cache.sequences + 1,), [torch.int32], cache.device)
+def expect_queries(
+    q: Tensor, offsets: Tensor | None, cache: PagedCache, softcap: float | None, window: int | None
+) -> None:
+    """Raise TypeError or ValueError unless they fit together; without offsets q has one row for every sequence."""
+    rows = cache.sequences if offsets is None else None
+    expect("q", q, (rows, None, cache.head_dim), FLOATS, cache.device)
+    if offsets is not None:
+        expect("offsets", offsets, (cache.sequences + 1,), [torch.int32], cache.device)
     if q.shape[1] % cache.kv_heads:
         raise ValueError(f"q has {q.shape[1]} heads; expected a multiple of the cache's {cache.kv_heads}.")
     if softcap is not None and not softcap > 0:

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bpkv_trt.kernels.arguments import FLOATS, expect
+from bpkv_trt.kernels.launch import launch
 from bpkv_trt.kernels.lse import INFINITY, attention_logits, expect_queries
 from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets
 from bpkv_trt.kernels.positions import PositionBlocks, block_rows, sees
@@ -65,7 +66,9 @@ def singleton_scores(
     if rows == 0 or longest == 0:
         return scores.zero_()
     context_read = torch.empty(rows, channels, heads, dtype=torch.float32, device=q.device)
-    read_context[(triton.cdiv(channels * heads, CONTEXT_TILE), rows)](
+    launch(
+        read_context,
+        (triton.cdiv(channels * heads, CONTEXT_TILE), rows),
         context,
         readout,
         context_read,
@@ -74,8 +77,11 @@ def singleton_scores(
         D=width,
         WIDTH=triton.next_power_of_2(width),
         TILE=CONTEXT_TILE,
+        warps=4,
     )
-    score_entries[(triton.cdiv(longest, TILE), cache.kv_heads, cache.sequences)](
+    launch(
+        score_entries,
+        (triton.cdiv(longest, TILE), cache.kv_heads, cache.sequences),
         q,
         readout,
         context_read,
@@ -109,8 +115,8 @@ def singleton_scores(
         VALUE_TYPE=cache.type.operand(readout.dtype),
         SOFTCAP=softcap,
         TILE=TILE,
-        num_warps=8,
-        num_stages=2,
+        warps=8,
+        stages=2,
     )
     return scores
 
