@@ -58,7 +58,7 @@ def build(folder: Path) -> None:
     print(f"Installing dependencies into {folder} (a minute or two, once)", file=sys.stderr)
     run(sys.executable, "-m", "venv", str(folder))
     pip = (str(python_in(folder)), "-m", "pip", "-qq", "--disable-pip-version-check")
-    run(*pip, "install", "-c", str(CONSTRAINTS), f"{ROOT}[dev,plot,kvpress]")
+    run(*pip, "install", "-c", str(CONSTRAINTS), f"{ROOT}[dev,plot,kvpress,kernels]")
     run(*pip, "uninstall", "--yes", "bpkv-trt")
     run(*pip, "install", "-c", str(CONSTRAINTS), "--no-deps", *LIGHT_PACKAGES)
 

@@ -1,0 +1,228 @@
+"""Kernels compiled ahead of time, without a GPU: a folder of cubins, and a manifest that says how to launch each."""
+
+import hashlib
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+from bpkv_trt.documents import write_json
+from bpkv_trt.errors import ConfigError
+from bpkv_trt.kernels.launch import Launch
+
+TARGETS = {"80": 80, "86": 86, "89": 89, "90a": 90, "100a": 100, "120a": 120}  # by Triton's compute capability
+ALIGNMENT = 16  # bytes, of every tensor; without it rows are loaded element by element
+SCHEMA_VERSION = 1
+_TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+}
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """A kernel compiled for one target, as the manifest lists it."""
+
+    name: str
+    target: str  # such as 90a
+    file: str
+    sha256: str
+    arguments: list[tuple[str, str]]  # name and Triton's type, in order
+    hidden_arguments: int  # pointers that follow them and are null: Triton's scratch, which no kernel of ours uses
+    constants: dict[str, Any]
+    threads: int
+    shared_bytes: int  # of dynamic shared memory
+    registers: int  # of a thread
+    spilled_bytes: int  # of a thread
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel, the types of its arguments and its constants: what a cubin is made from, for any target.
+
+    Launches that differ in grid, sizes or numbers alone are one variant.
+    """
+
+    kernel: str  # module:function, so that another process finds it
+    arguments: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, launch: Launch) -> "Variant":
+        names = launch.kernel.arg_names[: len(launch.arguments)]
+        given = list(zip(names, map(_type_of, launch.arguments), strict=True))
+        absent = [(name, None) for name, kind in given if kind is None]
+        return cls(
+            kernel=f"{launch.kernel.fn.__module__}:{launch.kernel.fn.__name__}",
+            arguments=tuple((name, kind) for name, kind in given if kind is not None),
+            constants=(*absent, *launch.constants.items()),
+            warps=launch.warps,
+            stages=launch.stages,
+        )
+
+    @property
+    def name(self) -> str:
+        return self.kernel.partition(":")[2]
+
+    def key(self, target: str) -> str:
+        """Equal where the cubins are: by Triton, the kernel's source and all it calls, and everything set here."""
+        made_from = [triton.__version__, self._function().cache_key, target, repr(self)]
+        return hashlib.sha256("\n".join(made_from).encode()).hexdigest()
+
+    def compile(self, target: str) -> CompiledKernel:
+        """Compile for a target of `TARGETS`; no GPU is needed."""
+        function, types, constants = self._function(), dict(self.arguments), dict(self.constants)
+        signature = {name: types.get(name, "constexpr") for name in function.arg_names}
+        places = {name: (place,) for place, name in enumerate(function.arg_names)}
+        source = ASTSource(
+            fn=function,
+            signature=signature,
+            constexprs={places[name]: value for name, value in constants.items()},
+            attrs={
+                places[name]: [["tt.divisibility", ALIGNMENT]] for name, kind in types.items() if kind.startswith("*")
+            },
+        )
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        return triton.compile(source, target=GPUTarget("cuda", TARGETS[target], 32), options=options)
+
+    def _function(self) -> Any:
+        module, _, name = self.kernel.partition(":")
+        return getattr(__import__(module, fromlist=[name]), name)
+
+
+def variants_of(launches: Iterable[Launch]) -> list[Variant]:
+    """What has to be compiled so that all of these can be launched, each once."""
+    return list(dict.fromkeys(map(Variant.of, launches)))
+
+
+def parse_targets(text: str) -> list[str]:
+    """Read `80,90a`; raises ConfigError, naming the choices."""
+    targets = [target.strip().removeprefix("sm_") for target in text.split(",")]
+    if unknown := [target for target in targets if target not in TARGETS]:
+        raise ConfigError(
+            f"targets has {', '.join(unknown)}, which nothing is compiled for; choose from {', '.join(TARGETS)}."
+        )
+    return list(dict.fromkeys(targets))
+
+
+def compile_all(variants: Sequence[Variant], targets: Sequence[str], output: Path, jobs: int) -> Iterator[Cubin]:
+    """Compile every variant for every target into `output`, in `jobs` processes; yields cubins as they are done.
+
+    What the folder's manifest already has is not compiled again. The manifest, written last, lists exactly these, in
+    the order of variants and targets.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    known = {cubin.file: cubin for cubin in read_manifest(output)}
+    wanted = {_file(variant, target): (variant, target) for variant in variants for target in targets}
+    done = {file: known[file] for file in wanted if file in known and _intact(output, known[file])}
+    yield from done.values()
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as executor:
+        waiting = [executor.submit(_compile, *wanted[file], output) for file in wanted if file not in done]
+        for future in waiting:
+            cubin = future.result()
+            done[cubin.file] = cubin
+            yield cubin
+    manifest = {
+        "schema_version": SCHEMA_VERSION,
+        "triton": triton.__version__,
+        "cubins": [asdict(done[file]) for file in wanted],
+    }
+    write_json(output / "manifest.json", manifest)
+
+
+def read_manifest(folder: Path) -> list[Cubin]:
+    """The cubins of a folder, none where it has no manifest. Raises ConfigError where it cannot be read."""
+    path = folder / "manifest.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["schema_version"] != SCHEMA_VERSION:
+            raise ConfigError(f"The manifest {path} is of another version; remove {folder} and compile again.")
+        return [Cubin(**{**cubin, "arguments": list(map(tuple, cubin["arguments"]))}) for cubin in content["cubins"]]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"The manifest {path} cannot be read ({error}); remove {folder} and compile again.") from None
+
+
+def _file(variant: Variant, target: str) -> str:
+    return f"{variant.name}.sm_{target}.{variant.key(target)[:16]}.cubin"
+
+
+def _intact(folder: Path, cubin: Cubin) -> bool:
+    path = folder / cubin.file
+    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == cubin.sha256
+
+
+def _compile(variant: Variant, target: str, output: Path) -> Cubin:
+    triton.knobs.compilation.disable_line_info = True  # paths of the sources: two checkouts make equal cubins
+    compiled = variant.compile(target)
+    binary, metadata = compiled.asm["cubin"], compiled.metadata
+    assert metadata.global_scratch_size == metadata.profile_scratch_size == 0, "a launch would need scratch memory"
+    file = _file(variant, target)
+    (output / file).write_bytes(binary)
+    registers, spilled = _resources(binary)
+    return Cubin(
+        name=metadata.name,
+        target=target,
+        file=file,
+        sha256=hashlib.sha256(binary).hexdigest(),
+        arguments=list(variant.arguments),
+        hidden_arguments=_parameters(compiled.asm["ptx"]) - len(variant.arguments),
+        constants={
+            name: value if isinstance(value, int | float | None) else str(value) for name, value in variant.constants
+        },
+        threads=32 * variant.warps,
+        shared_bytes=metadata.shared,
+        registers=registers,
+        spilled_bytes=spilled,
+    )
+
+
+def _parameters(ptx: str) -> int:
+    entry = re.search(r"\.entry\s+\w+\(([^)]*)\)", ptx)
+    assert entry is not None, "the PTX has no entry"
+    return entry[1].count(".param")
+
+
+def _resources(binary: bytes) -> tuple[int, int]:
+    """Registers and stack bytes of a thread, as the tool that comes with Triton reads them off a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+)", text), re.search(r"STACK:(\d+)", text)
+    assert registers is not None and stack is not None, "cuobjdump tells no resources"
+    return int(registers[1]), int(stack[1])
+
+
+def _type_of(argument: object) -> str | None:
+    """Triton's name of an argument's type; None where it is absent, which is a constant."""
+    match argument:
+        case None:
+            return None
+        case torch.Tensor():
+            return "*" + _TYPES[argument.dtype]
+        case int():
+            return "i32"
+        case float():
+            return "fp32"
+    raise TypeError(f"An argument of a kernel is {type(argument)}; expected a tensor, a number or None.")

@@ -1,0 +1,208 @@
+"""The log-sum-exp of the attention logits of every scoring position: the one pass that weights need before scores."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bpkv_trt.kernels.arguments import FLOATS, expect
+from bpkv_trt.kernels.launch import launch
+from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets
+from bpkv_trt.kernels.positions import PositionBlocks, block_rows, sees
+
+TILE = 128  # rows of K at a time
+TILES_PER_SPLIT = 4  # at least, so that a partial costs little beside its rows
+MOST_SPLITS = 128  # with 8 KV heads that is over 7 programs for each multiprocessor of the largest GPUs
+COMBINED_COLUMNS = 32
+INFINITY = tl.constexpr(float("inf"))
+
+
+def log_sum_exp(
+    q: Tensor,
+    offsets: Tensor,
+    cache: PagedCache,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    positions: int,
+) -> Tensor:
+    """log sum_t exp(logit_t) over the rows that each position sees; -inf where it sees none. Returns [S, Hq] fp32.
+
+    q [S, Hq, D] fp32, fp16 or bf16, after RoPE; rows offsets[b] .. offsets[b + 1] ([B + 1] int32) are those of sequence
+    b, at most `positions` of them. The last owns the last row of each head, position j of n sees the rows before
+    length - (n - 1 - j), and with a window W only the last W of these. logit = scale q.k, with a softcap c
+    c tanh(logit / c). Raises TypeError and ValueError for arguments that do not fit.
+    """
+    expect_queries(q, offsets, cache, softcap, window)
+    rows, heads, width = q.shape
+    blocks = PositionBlocks(positions, heads // cache.kv_heads)
+    splits = max(1, min(MOST_SPLITS, triton.cdiv(cache.capacity, TILE * TILES_PER_SPLIT)))
+    result = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
+    if rows == 0:
+        return result
+    partials = torch.empty(splits, rows, heads, dtype=torch.float32, device=q.device)
+    launch(
+        partial_log_sum_exp,
+        (blocks.count * splits, cache.kv_heads, cache.sequences),
+        q,
+        offsets,
+        cache.addresses,
+        cache.key_pages,
+        cache.lengths,
+        rows,
+        *cache.list_strides,
+        cache.first_page,
+        cache.capacity if window is None else window,
+        scale * cache.key_scale,
+        partials,
+        KV_HEADS=cache.kv_heads,
+        GROUP=blocks.group,
+        PADDED_GROUP=blocks.padded_group,
+        BLOCK=blocks.size,
+        BLOCKS=blocks.count,
+        PAGE_HEADS=cache.page_heads,
+        PAGE_SIZE=cache.page_size,
+        D=width,
+        WIDTH=triton.next_power_of_2(width),
+        CACHE=cache.type.value,
+        TYPE=cache.type.operand(q.dtype),
+        SOFTCAP=softcap,
+        TILE=TILE,
+        warps=4,
+    )
+    launch(
+        combined_log_sum_exp,
+        (triton.cdiv(rows * heads, COMBINED_COLUMNS),),
+        partials,
+        splits,
+        rows * heads,
+        result,
+        SPLITS=MOST_SPLITS,
+        COLUMNS=COMBINED_COLUMNS,
+        warps=4,
+    )
+    return result
+
+
+def expect_queries(
+    q: Tensor, offsets: Tensor | None, cache: PagedCache, softcap: float | None, window: int | None
+) -> None:
+    """Raise TypeError or ValueError unless they fit together; without offsets q has one row for every sequence."""
+    rows = cache.sequences if offsets is None else None
+    expect("q", q, (rows, None, cache.head_dim), FLOATS, cache.device)
+    if offsets is not None:
+        expect("offsets", offsets, (cache.sequences + 1,), [torch.int32], cache.device)
+    if q.shape[1] % cache.kv_heads:
+        raise ValueError(f"q has {q.shape[1]} heads; expected a multiple of the cache's {cache.kv_heads}.")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}; expected None or a number above 0.")
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; expected None or at least 1 row.")
+
+
+@triton.jit
+def partial_log_sum_exp(
+    q,  # [S, Hq, D]
+    offsets,  # [B + 1] int32
+    addresses,  # [2] int64
+    key_pages,  # [B, Hkv or 1, P] int32
+    lengths,  # [B, Hkv] int32
+    rows,  # S
+    sequence_stride,  # of key_pages
+    head_stride,
+    first_page,
+    window,  # rows that a position sees at most
+    scale,  # of a stored key
+    partials,  # [splits, S, Hq] fp32
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PAGE_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CACHE: tl.constexpr,
+    TYPE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One block of positions, one KV head and one equal share of its tiles, whose log-sum-exp is one partial.
+
+    Floor: reads K once, Hkv T D elements (the blocks of a share run side by side and meet in L2), 2 Hq T D M FLOPs.
+    32 query and 8 KV heads, D 128, 64k tokens, bf16: 134 MB, 28 us at 4.8 TB/s; M 40: 21 GFLOP, 22 us at 990 TFLOP/s.
+    Bandwidth binds.
+    """
+    split, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    kv_head, sequence = tl.program_id(1), tl.program_id(2)
+    first = tl.load(offsets + sequence)
+    positions = tl.load(offsets + sequence + 1) - first
+    if block * BLOCK >= positions:
+        return
+    position, head, exists = block_rows(block, positions, kv_head, GROUP, PADDED_GROUP, BLOCK)
+    place = (first + position).to(tl.int64) * (KV_HEADS * GROUP) + head
+    column = tl.arange(0, WIDTH)
+    query_mask = exists[:, None] & (column < D)[None, :]
+    queries = tl.load(q + place[:, None] * D + column[None, :], mask=query_mask, other=0.0).to(TYPE)
+
+    length = tl.load(lengths + sequence * KV_HEADS + kv_head)
+    pages = key_pages + sequence * sequence_stride + kv_head * head_stride
+    address = tl.load(addresses)
+    begin = tl.maximum(length - positions + 1 - window, 0) // TILE  # tiles before it are in nobody's window
+    end = tl.cdiv(length, TILE)
+    share = tl.cdiv(end - begin, tl.num_programs(0) // BLOCKS)
+    begin += split * share
+    largest = tl.full([BLOCK * PADDED_GROUP], -INFINITY, tl.float32)
+    total = tl.zeros([BLOCK * PADDED_GROUP], tl.float32)
+    for tile in range(begin, tl.minimum(begin + share, end)):
+        row = tile * TILE + tl.arange(0, TILE)
+        held = row < length
+        places = row_offsets(pages, row, held, kv_head, first_page, PAGE_HEADS, PAGE_SIZE, D)
+        keys = load_rows(address, places, held, D, WIDTH, CACHE, TYPE)
+        logits = attention_logits(keys, queries, scale, SOFTCAP)
+        logits = tl.where(sees(row, position, length, positions, window), logits, -INFINITY)
+        before = largest
+        largest = tl.maximum(largest, tl.max(logits, axis=0))
+        base = tl.where(largest == -INFINITY, 0.0, largest)  # nothing seen yet: no inf - inf
+        total = total * tl.exp(before - base) + tl.sum(tl.exp(logits - base[None, :]), axis=0)
+    partial = largest + tl.log(tl.where(total == 0, 1.0, total))
+    tl.store(partials + split.to(tl.int64) * rows * (KV_HEADS * GROUP) + place, partial, mask=exists)
+
+
+@triton.jit
+def combined_log_sum_exp(
+    partials,  # [splits, N] fp32
+    splits,
+    columns,  # N
+    result,  # [N] fp32
+    SPLITS: tl.constexpr,  # the most there can be
+    COLUMNS: tl.constexpr,
+):
+    """Floor: splits N numbers read, 0.3 MB at 128 splits, 16 positions and 32 heads: the launch binds."""
+    split = tl.arange(0, SPLITS)[:, None]
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (split < splits) & (column < columns)[None, :]
+    place = split.to(tl.int64) * columns + column[None, :]
+    partial = tl.load(partials + place, mask=mask, other=-INFINITY)
+    largest = tl.max(partial, axis=0)
+    base = tl.where(largest == -INFINITY, 0.0, largest)
+    total = tl.sum(tl.exp(partial - base[None, :]), axis=0)
+    tl.store(result + column, largest + tl.log(tl.where(total == 0, 1.0, total)), mask=column < columns)
+
+
+@triton.jit
+def attention_logits(
+    keys,  # [T, WIDTH]
+    queries,  # [R, WIDTH]
+    scale,
+    SOFTCAP: tl.constexpr,
+):
+    """[T, R] fp32 logits as the softmax takes them."""
+    logits = tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale
+    if SOFTCAP is not None:
+        shrunk = tl.exp(tl.abs(logits) * (-2 / SOFTCAP))  # e^-2|x| of tanh |x|, which never overflows
+        capped = SOFTCAP * (1 - shrunk) / (1 + shrunk)
+        logits = tl.where(logits < 0, -capped, capped)
+    return logits

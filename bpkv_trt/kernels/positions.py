@@ -1,0 +1,66 @@
+"""Scoring positions as kernels take them: in blocks of a few positions with all query heads of one KV head."""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+BLOCK_ROWS = 64  # (position, query head) pairs in a block; the accumulators of more do not fit into registers
+SMALLEST_BLOCK = 16  # what tl.dot takes
+
+
+@dataclass(frozen=True)
+class PositionBlocks:
+    """How at most `positions` positions of a sequence, each with `group` query heads, are cut into equal blocks."""
+
+    positions: int
+    group: int
+
+    def __post_init__(self) -> None:
+        if self.positions < 1:
+            raise ValueError(f"positions is {self.positions}; expected the most of any sequence, at least 1.")
+        if self.group > BLOCK_ROWS:
+            raise ValueError(f"{self.group} query heads share a KV head; expected at most {BLOCK_ROWS}.")
+
+    @property
+    def padded_group(self) -> int:
+        return int(triton.next_power_of_2(self.group))
+
+    @property
+    def size(self) -> int:
+        """Positions in a block: a power of two."""
+        wanted = max(int(triton.next_power_of_2(self.positions)), SMALLEST_BLOCK // self.padded_group)
+        return min(wanted, BLOCK_ROWS // self.padded_group)
+
+    @property
+    def count(self) -> int:
+        return -(-self.positions // self.size)
+
+
+@triton.jit
+def block_rows(
+    block,
+    positions,  # of this sequence
+    kv_head,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """[R] position, [R] query head and [R] bool whether there is such a pair; R = BLOCK * PADDED_GROUP."""
+    row = tl.arange(0, BLOCK * PADDED_GROUP)
+    position = block * BLOCK + row // PADDED_GROUP
+    place = row % PADDED_GROUP
+    return position, kv_head * GROUP + place, (position < positions) & (place < GROUP)
+
+
+@triton.jit
+def sees(
+    row,  # [T] of the cache
+    position,  # [R]
+    length,
+    positions,  # of this sequence; the last of them owns the last row
+    window,
+):
+    """[T, R] bool."""
+    own = (length - positions + position)[None, :]
+    return (row[:, None] <= own) & (row[:, None] > own - window)

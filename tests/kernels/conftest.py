@@ -1,0 +1,28 @@
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined; 0 runs these tests on a GPU
+
+import pytest
+import torch
+from triton.runtime import interpreter
+
+_patch_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_tensor_for_numpy(tensor: type) -> None:
+    # Triton 3.5 makes a loop's bound, an array of one number, an int in a way that NumPy 2.4 refuses.
+    _patch_tensor(tensor)
+    tensor.__index__ = lambda self: self.handle.data.item()
+
+
+interpreter._patch_lang_tensor = _patch_tensor_for_numpy
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
