@@ -1,7 +1,5 @@
 import os
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined; 0 runs these tests on a GPU
-
 import pytest
 import torch
 from triton.runtime import interpreter

@@ -21,7 +21,7 @@ from tests.runtime.trail import Trail, follow
 
 LENGTHS = (150, 61, 230)  # a batch of unequal prompts
 STEPS = (40, 9, 25)
-BF16_BOUND = 0.06  # of the largest logit: two roundings of 2^-8 apart in every layer
+BF16_BOUND = 0.08  # of the largest logit: two roundings of 2^-8 apart in every layer
 
 
 def batch(name: str, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
