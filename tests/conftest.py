@@ -1,5 +1,4 @@
 import os
 
-# Kernels run in Triton's interpreter, which has to be known before anything imports Triton, as transformers does; 0 runs
-# their tests on a GPU.
-os.environ.setdefault("TRITON_INTERPRET", "1")
+# Kernels run in Triton's interpreter, which has to be known before anything imports Triton, as transformers does.
+os.environ.setdefault("TRITON_INTERPRET", "1")  # 0: the tests of kernels on a GPU
