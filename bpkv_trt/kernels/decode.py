@@ -62,11 +62,7 @@ def paged_decode_attention(
         partial_lse,
         GROUP=group,
         ROWS=max(16, triton.next_power_of_2(group)),
-        HEADS=cache.page_heads,
-        PAGE_SIZE=cache.page_size,
-        D=width,
-        WIDTH=padded_width,
-        CACHE=cache.type.value,
+        **cache.constants,
         TYPE=cache.type.operand(q.dtype),
         SOFTCAP=softcap,
         TILE=min(TILE, TILE_BYTES // (padded_width * cache.type.itemsize)),
@@ -120,7 +116,7 @@ def attend_split(
     lses,  # *f32 [B, Hq, splits]
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,  # GROUP, padded to what a tensor core takes
-    HEADS: tl.constexpr,  # heads in a page
+    PAGE_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -156,14 +152,14 @@ def attend_split(
     for start in range(begin, end, TILE):
         rows = start + tl.arange(0, TILE)
         held = rows < end
-        places = row_offsets(key_pages + pages, rows, held, head, first_page, HEADS, PAGE_SIZE, D)
+        places = row_offsets(key_pages + pages, rows, held, head, first_page, PAGE_HEADS, PAGE_SIZE, D)
         keys = load_rows(key_address, places, held, D, WIDTH, CACHE, TYPE)
         logits = tl.where(held[:, None], attention_logits(keys, queries, scale, SOFTCAP), float("-inf"))
         highest = tl.maximum(top, tl.max(logits, 0))
         weights = tl.exp(logits - highest[None, :])
         decay = tl.exp(top - highest)
         top, total = highest, total * decay + tl.sum(weights, 0)
-        places = row_offsets(value_pages + pages, rows, held, head, first_page, HEADS, PAGE_SIZE, D)
+        places = row_offsets(value_pages + pages, rows, held, head, first_page, PAGE_HEADS, PAGE_SIZE, D)
         values = load_rows(value_address, places, held, D, WIDTH, CACHE, TYPE)
         context = context * decay[None, :] + tl.dot(tl.trans(values), weights.to(TYPE), input_precision="ieee")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bpkv_trt.kernels.arguments import expect
 from bpkv_trt.kernels.launch import launch
-from bpkv_trt.kernels.lse import INFINITY, attention_logits, expect_queries
+from bpkv_trt.kernels.lse import INFINITY, attention, expect_queries
 from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets
 from bpkv_trt.kernels.positions import PositionBlocks, block_rows, sees
 
@@ -87,15 +87,9 @@ def deletion_statistics(
             masses,
             sums,
             KV_HEADS=cache.kv_heads,
-            GROUP=blocks.group,
-            PADDED_GROUP=blocks.padded_group,
-            BLOCK=blocks.size,
+            **blocks.constants,
             BLOCKS=blocks.count,
-            PAGE_HEADS=cache.page_heads,
-            PAGE_SIZE=cache.page_size,
-            D=width,
-            WIDTH=triton.next_power_of_2(width),
-            CACHE=cache.type.value,
+            **cache.constants,
             KEY_TYPE=cache.type.operand(q.dtype),
             SOFTCAP=softcap,
             TILE=TILE,
@@ -174,14 +168,8 @@ def nomination(
         first_order,
         admissible.view(torch.uint8),
         KV_HEADS=cache.kv_heads,
-        GROUP=blocks.group,
-        PADDED_GROUP=blocks.padded_group,
-        BLOCK=blocks.size,
-        PAGE_HEADS=cache.page_heads,
-        PAGE_SIZE=cache.page_size,
-        D=width,
-        WIDTH=triton.next_power_of_2(width),
-        CACHE=cache.type.value,
+        **blocks.constants,
+        **cache.constants,
         KEY_TYPE=cache.type.operand(q.dtype),
         SOFTCAP=softcap,
         TILE=TILE,
@@ -366,17 +354,3 @@ def nominate_entries(
         cost += tl.sum(a / left * away, axis=1)
     tl.store(first_order + place, cost, mask=held)
     tl.store(admissible + place, stable.to(tl.uint8), mask=held)
-
-
-@triton.jit
-def attention(
-    keys,  # [T, WIDTH]
-    queries,  # [R, WIDTH]
-    lse,  # [R]
-    seen,  # [T, R] bool
-    scale,
-    SOFTCAP: tl.constexpr,
-):
-    """[T, R] fp32 weights, exactly 0 where nothing is seen."""
-    logits = attention_logits(keys, queries, scale, SOFTCAP)
-    return tl.exp(tl.where(seen, logits - lse[None, :], -INFINITY))

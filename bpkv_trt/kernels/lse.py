@@ -57,15 +57,9 @@ def log_sum_exp(
         scale * cache.key_scale,
         partials,
         KV_HEADS=cache.kv_heads,
-        GROUP=blocks.group,
-        PADDED_GROUP=blocks.padded_group,
-        BLOCK=blocks.size,
+        **blocks.constants,
         BLOCKS=blocks.count,
-        PAGE_HEADS=cache.page_heads,
-        PAGE_SIZE=cache.page_size,
-        D=width,
-        WIDTH=triton.next_power_of_2(width),
-        CACHE=cache.type.value,
+        **cache.constants,
         TYPE=cache.type.operand(q.dtype),
         SOFTCAP=softcap,
         TILE=TILE,
@@ -206,3 +200,17 @@ def attention_logits(
         capped = SOFTCAP * (1 - shrunk) / (1 + shrunk)
         logits = tl.where(logits < 0, -capped, capped)
     return logits
+
+
+@triton.jit
+def attention(
+    keys,  # [T, WIDTH]
+    queries,  # [R, WIDTH]
+    lse,  # [R]
+    seen,  # [T, R] bool
+    scale,
+    SOFTCAP: tl.constexpr,
+):
+    """[T, R] fp32 weights, exactly 0 where nothing is seen."""
+    logits = attention_logits(keys, queries, scale, SOFTCAP)
+    return tl.exp(tl.where(seen, logits - lse[None, :], -INFINITY))

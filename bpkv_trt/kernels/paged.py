@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 import triton
@@ -109,6 +110,17 @@ class PagedCache:
         """From the page list of one sequence, and of one KV head, to the next: 0 for heads that share one."""
         sequence, head, _ = self.key_pages.stride()
         return sequence, 0 if self.shared_pages else head
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What every kernel that reads rows is compiled for."""
+        return {
+            "PAGE_HEADS": self.page_heads,
+            "PAGE_SIZE": self.page_size,
+            "D": self.head_dim,
+            "WIDTH": triton.next_power_of_2(self.head_dim),
+            "CACHE": self.type.value,
+        }
 
     @property
     def device(self) -> torch.device:

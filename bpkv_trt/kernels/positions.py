@@ -1,6 +1,7 @@
 """Scoring positions as kernels take them: in blocks of a few positions with all query heads of one KV head."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -35,6 +36,11 @@ class PositionBlocks:
     @property
     def count(self) -> int:
         return -(-self.positions // self.size)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What every kernel that goes through the blocks is compiled for."""
+        return {"GROUP": self.group, "PADDED_GROUP": self.padded_group, "BLOCK": self.size}
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bpkv_trt.kernels.arguments import FLOATS, expect
 from bpkv_trt.kernels.launch import launch
-from bpkv_trt.kernels.lse import INFINITY, attention_logits, expect_queries
+from bpkv_trt.kernels.lse import attention, expect_queries
 from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets
 from bpkv_trt.kernels.positions import PositionBlocks, block_rows, sees
 
@@ -103,14 +103,8 @@ def singleton_scores(
         PROBES=p is None,
         CHANNELS=channels,
         KV_HEADS=cache.kv_heads,
-        GROUP=blocks.group,
-        PADDED_GROUP=blocks.padded_group,
-        BLOCK=blocks.size,
-        PAGE_HEADS=cache.page_heads,
-        PAGE_SIZE=cache.page_size,
-        D=width,
-        WIDTH=triton.next_power_of_2(width),
-        CACHE=cache.type.value,
+        **blocks.constants,
+        **cache.constants,
         KEY_TYPE=cache.type.operand(q.dtype),
         VALUE_TYPE=cache.type.operand(readout.dtype),
         SOFTCAP=softcap,
@@ -222,10 +216,9 @@ def score_entries(
         # Found anew for every block: across the channels the places would take registers.
         key_places = row_offsets(key_pages + page_list, row, held, kv_head, first_page, PAGE_HEADS, PAGE_SIZE, D)
         keys = load_rows(key_address, key_places, held, D, WIDTH, CACHE, KEY_TYPE)
-        logits = attention_logits(keys, queries, scale, SOFTCAP)
         total = tl.load(lse + pair, mask=exists, other=0.0)
         seen = sees(row, position, length, positions, window) & exists[None, :]
-        a = tl.exp(tl.where(seen, logits - total[None, :], -INFINITY))
+        a = attention(keys, queries, total, seen, scale, SOFTCAP)
         alone = a >= 1
         sole = tl.maximum(sole, tl.max(alone.to(tl.int32), axis=1))
         w = tl.where(alone, 0.0, a) / tl.where(alone, 1.0, 1 - a)  # [T, R]
