@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bpkv_trt.core.divergence import Divergence
-from bpkv_trt.core.evidence import HeadSource, mask_shift
+from bpkv_trt.core.evidence import Evidence, mask_shift
 from bpkv_trt.core.problem import SelectionProblem
 from bpkv_trt.core.quota import Quota
 from bpkv_trt.core.refinement import refine_mask
@@ -22,7 +22,7 @@ def two_stage(
     scores: Tensor,
     eligible: Tensor,
     quota: Quota,
-    source: HeadSource,
+    source: Evidence,
     divergence: Divergence,
     epsilon: float,
     refine: int,
