@@ -53,6 +53,9 @@ class Evidence(Protocol):
     def attention(self, layer: int, head: int) -> HeadAttention:
         """One KV head at the scoring positions, over its physical rows."""
 
+    def retained_mass(self, layer: int, evict: Tensor) -> Tensor:
+        """[Hkv, G, M] fp32, what all heads of a layer keep of their attention without evict [Hkv, T] bool."""
+
     def layers(self) -> Iterator[tuple[int, LayerEvidence]]:
         """Every compactable layer, in any order, as often as asked."""
 

@@ -41,6 +41,11 @@ class EvidenceSource:
             sink_mass=None if sinks is None else (1 - a.sum(-1)).clamp_min_(0),
         )
 
+    def retained_mass(self, layer: int, evict: Tensor) -> Tensor:
+        weights = [self.attention(layer, head).a for head in range(self.traits.kv_heads)]
+        gone = [(a * flags[: a.shape[-1]]).sum(-1) for a, flags in zip(weights, evict, strict=True)]
+        return 1 - torch.stack(gone)
+
     def layers(self) -> Iterator[tuple[int, LayerEvidence]]:
         assert self.statistics.readout is not None, "the host was not asked for a readout"
         for layer, rows in self.statistics.readout:

@@ -52,6 +52,9 @@ class KernelEvidenceSource(EvidenceSource):
         self.normalisers: dict[int, Tensor] = {}  # by layer, [M, Hq]
         self.centres: dict[int, Tensor] = {}  # by layer, [Hkv, D]
 
+    def retained_mass(self, layer: int, evict: Tensor) -> Tensor:
+        return self.deletion(layer, evict).retained().mass
+
     def layers(self) -> Iterator[tuple[int, LayerEvidence]]:
         assert self.statistics.readout is not None, "the host was not asked for a readout"
         for layer, rows in self.statistics.readout:
@@ -61,6 +64,23 @@ class KernelEvidenceSource(EvidenceSource):
         self, pool: CandidatePool, base: Tensor, unit: Tensor, shares: Tensor, floor: Tensor, divergence: Divergence
     ) -> tuple[Tensor, Tensor]:
         return choose(pool, base, unit, shares, floor, divergence)
+
+    def deletion(self, layer: int, evict: Tensor) -> DeletionStatistics:
+        """What evict [Hkv, T] takes and leaves of all heads of a layer: [Hkv, G, M] and [Hkv, G, M, D]."""
+        q, cache, lse, centre = self.statistics.q[layer], self.caches[layer], self.normaliser(layer), self.centre(layer)
+        found = deletion_statistics(q, evict[None], centre[None], self.offsets, cache, lse, **self.options)
+        fields = found.gone_mass, found.gone_sum, found.kept_mass, found.kept_sum
+        statistics = DeletionStatistics(*(self.by_head(field) for field in fields))
+        sinks = self.statistics.sink_logits
+        if sinks is None:
+            return statistics
+        mass = self.by_head(torch.exp(sinks[layer].float() - lse))
+        return statistics.with_sink(mass, centre[:, None, None])
+
+    def by_head(self, x: Tensor) -> Tensor:
+        """[M, Hq, ...] -> [Hkv, G, M, ...]."""
+        by_head: Tensor = x.unflatten(1, (self.traits.kv_heads, self.traits.group)).movedim(0, 2)
+        return by_head
 
     def normaliser(self, layer: int) -> Tensor:
         """[M, Hq] fp32: the logarithm of the softmax's denominator, a sink logit included."""
@@ -89,7 +109,6 @@ class KernelLayer:
         self.rows = rows.unflatten(2, (source.traits.kv_heads, source.traits.group))
         self.q = source.statistics.q[layer]  # [M, Hq, D]
         self.cache, self.lse, self.centre = source.caches[layer], source.normaliser(layer), source.centre(layer)
-        self.given = self.q, source.offsets, self.cache, self.lse
 
     def singleton_scores(self, divergence: Divergence) -> Tensor:
         if not isinstance(divergence, TopKDivergence | FisherDivergence):
@@ -111,30 +130,21 @@ class KernelLayer:
         )[0]
 
     def retained(self, evict: Tensor) -> Retained:
-        q, offsets, cache, lse = self.given
-        found = deletion_statistics(q, evict[None], self.centre[None], offsets, cache, lse, **self.source.options)
-        fields = found.gone_mass, found.gone_sum, found.kept_mass, found.kept_sum
-        statistics = DeletionStatistics(*map(self._by_head, fields))
-        sinks = self.source.statistics.sink_logits
-        if sinks is not None:
-            mass = self._by_head(torch.exp(sinks[self.layer].float() - lse))
-            statistics = statistics.with_sink(mass, self.centre[:, None, None])
-        return statistics.retained()
+        return self.source.deletion(self.layer, evict).retained()
 
     def nomination(self, evict: Tensor, slopes: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
-        q, offsets, cache, lse = self.given
         state = self.retained(evict)
         first_order, admissible = nomination(
-            q,
+            self.q,
             evict[None],
             self.centre[None],
             _by_position(state.mass),
             _by_position(state.context),
             _by_position(slopes),
             least[None],
-            offsets,
-            cache,
-            lse,
+            self.source.offsets,
+            self.cache,
+            self.lse,
             **self.source.options,
         )
         return first_order[0], admissible[0]
@@ -145,7 +155,7 @@ class KernelLayer:
         earlier, later = (Retained(s.mass[touched], s.shift[touched], s.context[touched]) for s in states)
         head, row = members.nonzero(as_tuple=True)
         keys, values = self.source.pages.gather(self.layer, head.cpu().numpy(), row.cpu().numpy())
-        q, lse = self._by_head(self.q.float())[head], self._by_head(self.lse)[head]  # [P, G, M, D], [P, G, M]
+        q, lse = (self.source.by_head(each)[head] for each in (self.q.float(), self.lse))  # [P, G, M, D], [P, G, M]
         traits = self.source.traits
         logits = torch.einsum("pgmd,pd->pgm", q, keys.float()).mul_(traits.attention_scale)
         seen = row[:, None] <= self._last_rows()[head]  # [P, M]
@@ -157,11 +167,6 @@ class KernelLayer:
         positions = self.q.shape[0]
         last: Tensor = self.cache.lengths[0, :, None] - positions + torch.arange(positions, device=self.q.device)
         return last
-
-    def _by_head(self, x: Tensor) -> Tensor:
-        """[M, Hq, ...] -> [Hkv, G, M, ...]."""
-        by_head: Tensor = x.unflatten(1, (self.cache.kv_heads, -1)).movedim(0, 2)
-        return by_head
 
 
 def _by_position(x: Tensor) -> Tensor:
