@@ -10,13 +10,12 @@ from bpkv_trt.kernels.launch import launch
 from bpkv_trt.kernels.lse import attention, expect_queries
 from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets
 from bpkv_trt.kernels.positions import PositionBlocks, block_rows, sees
+from bpkv_trt.kernels.series import log1p, phi
 
 TILE = 128  # entries of a program: every readout row that it loads serves so many
 CONTEXT_TILE = 32  # readout rows
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 OVERFLOW_LIMIT = tl.constexpr(80.0)  # fp32's e^x ends at 88
-SERIES_LIMIT = tl.constexpr(0.3)  # beyond it e^x - 1 - x loses less than the series would
-LOG_SERIES_LIMIT = tl.constexpr(0.5)
 
 
 def singleton_scores(
@@ -241,7 +240,7 @@ def score_entries(
                 shift = tl.where(shift > OVERFLOW_LIMIT, OVERFLOW_LIMIT, shift)  # not `minimum`, which loses a NaN
                 measured += share[None, :] * phi(shift)
                 mean += share[None, :] * shift
-        divergence = measured * (0.5 / CHANNELS) if PROBES else log_mean_exp(measured, mean)
+        divergence = measured * (0.5 / CHANNELS) if PROBES else top_k_divergence(measured, mean)
         weight = tl.load(weights + member, mask=present, other=0.0)
         score += tl.sum(divergence * weight[None, :], axis=1)
 
@@ -250,26 +249,10 @@ def score_entries(
 
 
 @triton.jit
-def log_mean_exp(mean_phi, mean):
+def top_k_divergence(mean_phi, mean):
     """log sum p e^(x - m) from sum p phi(x) and m = sum p x: what rounding left of the centring is taken out exactly.
 
     It is log1p(e^-m (sum p phi(x) - phi(m))). Where m passes 1, shifts are in the hundreds, and no longer corrected.
     """
     mean = tl.where(mean > 1, 1.0, tl.where(mean < -1, -1.0, mean))
     return log1p(tl.exp(-mean) * (mean_phi - phi(mean)))
-
-
-@triton.jit
-def phi(x):
-    """e^x - 1 - x, to 2e-6 of itself."""
-    series = x * x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x / 5040)))))
-    return tl.where(tl.abs(x) < SERIES_LIMIT, series, tl.exp(x) - 1 - x)
-
-
-@triton.jit
-def log1p(x):
-    """2 artanh(x / (2 + x)) by its series where log(1 + x) would lose the digits of x; for x > -1/2."""
-    s = x / (2 + x)
-    t = s * s
-    series = 2 * s * (1 + t * (1 / 3 + t * (1 / 5 + t * (1 / 7 + t / 9))))
-    return tl.where(x < LOG_SERIES_LIMIT, series, tl.log(1 + x))
