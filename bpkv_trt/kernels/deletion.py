@@ -16,6 +16,7 @@ from bpkv_trt.kernels.positions import PositionBlocks, block_rows, sees
 TILE = 32  # rows at a time: v - centre in fp32, in the two parts that its product takes, fills 32 KiB at D 128
 TILES_PER_SPLIT = 16  # at least: a partial is as large as the queries, four times over
 MOST_SPLITS = 16  # with 8 KV heads and two sides that is 2 programs for each multiprocessor of the largest GPUs
+PART = 64  # numbers of a row of V at a time
 FLAGS = [torch.bool, torch.uint8]
 
 
@@ -173,6 +174,7 @@ def nomination(
         KEY_TYPE=cache.type.operand(q.dtype),
         SOFTCAP=softcap,
         TILE=TILE,
+        PART=min(PART, cache.constants["WIDTH"]),
         warps=8,
         stages=1,
     )
@@ -307,6 +309,7 @@ def nominate_entries(
     KEY_TYPE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     TILE: tl.constexpr,
+    PART: tl.constexpr,  # of a row
 ):
     """One tile of entries of one KV head, against all positions of its sequence.
 
@@ -331,9 +334,7 @@ def nominate_entries(
     key_places = row_offsets(key_pages + page_list, row, held, kv_head, first_page, PAGE_HEADS, PAGE_SIZE, D)
     keys = load_rows(tl.load(addresses), key_places, held, D, WIDTH, CACHE, KEY_TYPE)
     value_places = row_offsets(value_pages + page_list, row, held, kv_head, first_page, PAGE_HEADS, PAGE_SIZE, D)
-    values = load_rows(tl.load(addresses + 1), value_places, held, D, WIDTH, CACHE, tl.float32)
-    middle = tl.load(centre + entry * D + column, mask=column < D, other=0.0)
-    values = values * value_scale - middle[None, :]
+    value_address = tl.load(addresses + 1)
 
     cost = tl.zeros([TILE], tl.float32)
     stable = held
@@ -345,9 +346,16 @@ def nominate_entries(
         total = tl.load(lse + pair, mask=exists, other=0.0)
         seen = sees(row, position, length, positions, window) & exists[None, :]
         a = attention(keys, queries, total, seen, scale, SOFTCAP)
-        slope = tl.load(slopes + pair[:, None] * D + column[None, :], mask=mask, other=0.0)
         read = tl.load(context_slope + pair, mask=exists, other=0.0)
-        away = read[None, :] - tl.dot(values, tl.trans(slope), input_precision="tf32x3")  # (c' - v).slope [T, R]
+        away = tl.zeros([TILE, BLOCK * PADDED_GROUP], tl.float32) + read[None, :]
+        for begin in range(0, WIDTH, PART):  # whole rows of values and slopes, each in two parts, do not fit
+            part = begin + tl.arange(0, PART)
+            values = load_rows(value_address, value_places + begin, held, D - begin, PART, CACHE, tl.float32)
+            middle = tl.load(centre + entry * D + part, mask=part < D, other=0.0)
+            slope_mask = exists[:, None] & (part < D)[None, :]
+            slope = tl.load(slopes + pair[:, None] * D + part[None, :], mask=slope_mask, other=0.0)
+            values = middle[None, :] - values * value_scale
+            away = tl.dot(values, tl.trans(slope), away, input_precision="tf32x3")  # (c' - v).slope [T, R]
         retained = tl.load(mass + pair, mask=exists, other=INFINITY)  # what does not exist loses nothing
         left = retained[None, :] + sign[:, None] * a
         stable = stable & (tl.sum((left >= floor).to(tl.int32), axis=1) == BLOCK * PADDED_GROUP)
