@@ -8,7 +8,7 @@ Needs torch and Triton, no GPU. What the folder has already is not compiled agai
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -154,9 +154,9 @@ def table(rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
         yield "  ".join(words + numbers)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     try:
-        compile_kernels(parser().parse_args())
+        compile_kernels(parser().parse_args(arguments))
     except BpkvError as error:
         print("compile_kernels: " + " ".join(str(error).split()), file=sys.stderr)
         return 2

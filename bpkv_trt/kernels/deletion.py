@@ -10,13 +10,13 @@ from torch import Tensor
 from bpkv_trt.kernels.arguments import expect
 from bpkv_trt.kernels.launch import launch
 from bpkv_trt.kernels.lse import INFINITY, attention, expect_queries
-from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets
-from bpkv_trt.kernels.positions import PositionBlocks, block_rows, sees
+from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets, tile_rows
+from bpkv_trt.kernels.positions import BLOCK_ROWS, PositionBlocks, block_rows, sees
 
-TILE = 32  # rows at a time: v - centre in fp32, in the two parts that its product takes, fills 32 KiB at D 128
+TILE = 32  # rows at a time, at most: v - centre in fp32, in the two parts that its product takes, fills 32 KiB at D 128
 TILES_PER_SPLIT = 16  # at least: a partial is as large as the queries, four times over
 MOST_SPLITS = 16  # with 8 KV heads and two sides that is 2 programs for each multiprocessor of the largest GPUs
-PART = 64  # numbers of a row of V at a time
+PART = 32  # numbers of a row of V at a time
 FLAGS = [torch.bool, torch.uint8]
 
 
@@ -60,7 +60,7 @@ def deletion_statistics(
     expect_queries(q, offsets, cache, softcap, window)
     _check(q, evict, centre, cache, lse)
     rows, heads, width = q.shape
-    blocks = PositionBlocks(positions, heads // cache.kv_heads)
+    blocks = PositionBlocks(positions, heads // cache.kv_heads, rows=BLOCK_ROWS if width <= 128 else BLOCK_ROWS // 2)
     longest = evict.shape[-1]
     splits = max(1, min(MOST_SPLITS, triton.cdiv(longest, TILE * TILES_PER_SPLIT)))
     masses = torch.empty(splits, 2, rows, heads, dtype=torch.float32, device=q.device)
@@ -93,7 +93,7 @@ def deletion_statistics(
             **cache.constants,
             KEY_TYPE=cache.type.operand(q.dtype),
             SOFTCAP=softcap,
-            TILE=TILE,
+            TILE=tile_rows(TILE, width, q.dtype),
             warps=8,
             stages=1,
         )
@@ -144,9 +144,10 @@ def nomination(
     admissible = torch.zeros(evict.shape, dtype=torch.bool, device=q.device)
     if longest == 0:
         return first_order, admissible
+    tile = tile_rows(TILE, width, q.dtype)
     launch(
         nominate_entries,
-        (triton.cdiv(longest, TILE), cache.kv_heads, cache.sequences),
+        (triton.cdiv(longest, tile), cache.kv_heads, cache.sequences),
         q,
         evict.view(torch.uint8),
         centre,
@@ -173,7 +174,7 @@ def nomination(
         **cache.constants,
         KEY_TYPE=cache.type.operand(q.dtype),
         SOFTCAP=softcap,
-        TILE=TILE,
+        TILE=tile,
         PART=min(PART, cache.constants["WIDTH"]),
         warps=8,
         stages=1,

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from bpkv_trt.kernels.arguments import FLOATS, expect
 from bpkv_trt.kernels.launch import launch
-from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets
+from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets, tile_rows
 from bpkv_trt.kernels.positions import PositionBlocks, block_rows, sees
 
-TILE = 128  # rows of K at a time
+TILE = 128  # rows of K at a time, at most
 TILES_PER_SPLIT = 4  # at least, so that a partial costs little beside its rows
 MOST_SPLITS = 128  # with 8 KV heads that is over 7 programs for each multiprocessor of the largest GPUs
 COMBINED_COLUMNS = 32
@@ -62,7 +62,7 @@ def log_sum_exp(
         **cache.constants,
         TYPE=cache.type.operand(q.dtype),
         SOFTCAP=softcap,
-        TILE=TILE,
+        TILE=tile_rows(TILE, width, q.dtype),
         warps=4,
     )
     launch(
@@ -194,7 +194,7 @@ def attention_logits(
     SOFTCAP: tl.constexpr,
 ):
     """[T, R] fp32 logits as the softmax takes them."""
-    logits = tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale
+    logits = tl.dot(keys, tl.trans(queries), input_precision="tf32x3") * scale
     if SOFTCAP is not None:
         shrunk = tl.exp(tl.abs(logits) * (-2 / SOFTCAP))  # e^-2|x| of tanh |x|, which never overflows
         capped = SOFTCAP * (1 - shrunk) / (1 + shrunk)

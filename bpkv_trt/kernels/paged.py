@@ -127,6 +127,16 @@ class PagedCache:
         return self.lengths.device
 
 
+def tile_rows(most: int, head_dim: int, dtype: torch.dtype) -> int:
+    """How many rows a kernel takes at a time to multiply them with `dtype`: `most` up to 128 numbers of 16 bits.
+
+    More would not fit into the registers of its warps: fewer rows if they are wider, and a quarter if they are fp32,
+    of which each number is two in tf32. At least 16, which is what a product takes.
+    """
+    width = triton.next_power_of_2(head_dim) * (4 if dtype == torch.float32 else 1)
+    return max(16, min(most, most * 128 // width))
+
+
 @triton.jit
 def row_offsets(
     pages,  # *i32: the page list of one (sequence, head)

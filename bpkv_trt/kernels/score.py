@@ -8,11 +8,11 @@ from torch import Tensor
 from bpkv_trt.kernels.arguments import FLOATS, expect
 from bpkv_trt.kernels.launch import launch
 from bpkv_trt.kernels.lse import attention, expect_queries
-from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets
+from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets, tile_rows
 from bpkv_trt.kernels.positions import PositionBlocks, block_rows, sees
 from bpkv_trt.kernels.series import log1p, phi
 
-TILE = 128  # entries of a program: every readout row that it loads serves so many
+TILE = 128  # entries of a program, at most: every readout row that it loads serves so many
 CONTEXT_TILE = 32  # readout rows
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 OVERFLOW_LIMIT = tl.constexpr(80.0)  # fp32's e^x ends at 88
@@ -78,9 +78,10 @@ def singleton_scores(
         TILE=CONTEXT_TILE,
         warps=4,
     )
+    tile = tile_rows(TILE, width, torch.promote_types(q.dtype, readout.dtype))
     launch(
         score_entries,
-        (triton.cdiv(longest, TILE), cache.kv_heads, cache.sequences),
+        (triton.cdiv(longest, tile), cache.kv_heads, cache.sequences),
         q,
         readout,
         context_read,
@@ -107,7 +108,7 @@ def singleton_scores(
         KEY_TYPE=cache.type.operand(q.dtype),
         VALUE_TYPE=cache.type.operand(readout.dtype),
         SOFTCAP=softcap,
-        TILE=TILE,
+        TILE=tile,
         warps=8,
         stages=2,
     )
@@ -231,7 +232,7 @@ def score_entries(
             row_of_g = channel * (KV_HEADS * GROUP) + first_channel
             g = tl.load(readout + row_of_g[:, None] * D + column[None, :], mask=mask, other=0.0).to(VALUE_TYPE)
             read = tl.load(context_read + row_of_g, mask=exists, other=0.0)
-            away = read[None, :] - tl.dot(values, tl.trans(g), input_precision="ieee") * value_scale  # G.(c - v)
+            away = read[None, :] - tl.dot(values, tl.trans(g), input_precision="tf32x3") * value_scale  # G.(c - v)
             shift = tl.sum(tl.reshape(w * away, (TILE, BLOCK, PADDED_GROUP)), axis=2)  # dz [T, MB]
             if PROBES:
                 measured += shift * shift
