@@ -60,7 +60,8 @@ def deletion_statistics(
     expect_queries(q, offsets, cache, softcap, window)
     _check(q, evict, centre, cache, lse)
     rows, heads, width = q.shape
-    blocks = PositionBlocks(positions, heads // cache.kv_heads, rows=BLOCK_ROWS if width <= 128 else BLOCK_ROWS // 2)
+    most = BLOCK_ROWS if width <= 128 else BLOCK_ROWS // 2  # whose sums fit into registers
+    blocks = PositionBlocks(positions, heads // cache.kv_heads, most)
     longest = evict.shape[-1]
     splits = max(1, min(MOST_SPLITS, triton.cdiv(longest, TILE * TILES_PER_SPLIT)))
     masses = torch.empty(splits, 2, rows, heads, dtype=torch.float32, device=q.device)

@@ -159,8 +159,8 @@ def load_rows(
     address,  # int64
     offsets,  # [T] int64
     held,  # [T] bool
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,  # a power of two, D or the next above it
+    D,  # numbers from there to the row's end
+    WIDTH: tl.constexpr,  # a power of two: D or the next above it, or fewer for a part of a row
     CACHE: tl.constexpr,  # value of a CacheType
     TYPE: tl.constexpr,  # of the result: fp32, fp16 or bf16, exact for every number that the cache can hold
 ):

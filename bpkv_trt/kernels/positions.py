@@ -16,7 +16,7 @@ class PositionBlocks:
 
     positions: int
     group: int
-    rows: int = BLOCK_ROWS  # of a block at most, but for a larger group
+    rows: int = BLOCK_ROWS  # pairs in a block at most, unless one group is larger
 
     def __post_init__(self) -> None:
         if self.positions < 1:
