@@ -7,17 +7,19 @@ import tempfile
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bpkv_trt import __version__
-from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import InputError
+
+if TYPE_CHECKING:  # kernels are compiled where pydantic may be missing
+    from bpkv_trt.config import BpkvConfig
 
 SCHEMA_VERSION = 1  # raised when a key changes its meaning or goes away
 _LIBRARIES = ("torch", "transformers", "numpy", "safetensors", "triton", "tensorrt", "tensorrt_llm")
 
 
-def document(config: BpkvConfig, body: dict[str, Any]) -> dict[str, Any]:
+def document(config: "BpkvConfig", body: dict[str, Any]) -> dict[str, Any]:
     """`body` with the schema version, resolved configuration, library versions and machine before it."""
     return {
         "schema_version": SCHEMA_VERSION,

@@ -3,10 +3,11 @@
 import hashlib
 import json
 import re
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
+from triton.language import constexpr
+from triton.runtime import JITFunction
 
 from bpkv_trt.documents import write_json
 from bpkv_trt.errors import ConfigError
@@ -84,7 +87,7 @@ class Variant:
 
     def key(self, target: str) -> str:
         """Equal where the cubins are: by Triton, the kernel's source and all it calls, and everything set here."""
-        made_from = [triton.__version__, self._function().cache_key, target, repr(self)]
+        made_from = [triton.__version__, *_sources(self._function()), target, repr(self)]
         return hashlib.sha256("\n".join(made_from).encode()).hexdigest()
 
     def compile(self, target: str) -> CompiledKernel:
@@ -103,7 +106,7 @@ class Variant:
         options = {"num_warps": self.warps, "num_stages": self.stages}
         return triton.compile(source, target=GPUTarget("cuda", TARGETS[target], 32), options=options)
 
-    def _function(self) -> Any:
+    def _function(self) -> JITFunction:
         module, _, name = self.kernel.partition(":")
         return getattr(__import__(module, fromlist=[name]), name)
 
@@ -134,12 +137,18 @@ def compile_all(variants: Sequence[Variant], targets: Sequence[str], output: Pat
     wanted = {_file(variant, target): (variant, target) for variant in variants for target in targets}
     done = {file: known[file] for file in wanted if file in known and _intact(output, known[file])}
     yield from done.values()
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as executor:
+    ignore_interrupts = (signal.SIGINT, signal.SIG_IGN)  # which this process answers alone
+    executor = ProcessPoolExecutor(
+        jobs, mp_context=get_context("spawn"), initializer=signal.signal, initargs=ignore_interrupts
+    )
+    try:
         waiting = [executor.submit(_compile, *wanted[file], output) for file in wanted if file not in done]
-        for future in waiting:
+        for future in as_completed(waiting):
             cubin = future.result()
             done[cubin.file] = cubin
             yield cubin
+    finally:
+        executor.shutdown(cancel_futures=True)
     manifest = {
         "schema_version": SCHEMA_VERSION,
         "triton": triton.__version__,
@@ -160,6 +169,17 @@ def read_manifest(folder: Path) -> list[Cubin]:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"The manifest {path} cannot be read ({error}); remove {folder} and compile again.") from None
+
+
+def _sources(function: JITFunction) -> Iterator[str]:
+    # A kernel, the constants it names and all it calls. Triton's own key depends on what was asked for one before.
+    yield function.src
+    for name in function.fn.__code__.co_names:
+        value = function.fn.__globals__.get(name)
+        if isinstance(value, JITFunction):
+            yield from _sources(value)
+        elif isinstance(value, constexpr):
+            yield f"{name} = {value.value}"
 
 
 def _file(variant: Variant, target: str) -> str:

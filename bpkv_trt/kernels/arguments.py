@@ -24,6 +24,6 @@ def expect(
         sizes = ", ".join("any" if wanted is None else str(wanted) for wanted in shape)
         raise ValueError(f"{name} has shape {tuple(given.shape)}; expected ({sizes}).")
     if given.device != device:
-        raise ValueError(f"{name} is on {given.device}; expected {device}, where the cache is.")
+        raise ValueError(f"{name} is on {given.device}; expected {device}, where the others are.")
     if not given.is_contiguous():
         raise ValueError(f"{name} has strides {given.stride()}; expected contiguous memory.")

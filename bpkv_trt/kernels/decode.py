@@ -7,10 +7,9 @@ from torch import Tensor
 
 from bpkv_trt.kernels.launch import launch
 from bpkv_trt.kernels.lse import attention_logits, expect_queries
-from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets
+from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets, tile_rows
 
-TILE = 64  # rows, fewer where they are wide
-TILE_BYTES = 1 << 14  # of K: with V, and both while the next ones come, 64 KiB, which every target has
+TILE = 64  # rows at a time, at most: with V, and both while the next ones come, 64 KiB, which every target has
 ROWS_PER_SPLIT = 4 * TILE  # at least: with less, reading what the others found costs as much as the rows
 MAX_SPLITS = 128  # what the combining kernel holds in registers
 RESIDENT = 2  # programs on a multiprocessor at a time
@@ -65,7 +64,7 @@ def paged_decode_attention(
         **cache.constants,
         TYPE=cache.type.operand(q.dtype),
         SOFTCAP=softcap,
-        TILE=min(TILE, TILE_BYTES // (padded_width * cache.type.itemsize)),
+        TILE=tile_rows(TILE, width, q.dtype),
         warps=4,
         stages=3,  # page numbers, then rows, then products
     )
@@ -161,7 +160,7 @@ def attend_split(
         top, total = highest, total * decay + tl.sum(weights, 0)
         places = row_offsets(value_pages + pages, rows, held, head, first_page, PAGE_HEADS, PAGE_SIZE, D)
         values = load_rows(value_address, places, held, D, WIDTH, CACHE, TYPE)
-        context = context * decay[None, :] + tl.dot(tl.trans(values), weights.to(TYPE), input_precision="ieee")
+        context = context * decay[None, :] + tl.dot(tl.trans(values), weights.to(TYPE), input_precision="tf32x3")
 
     total = tl.where(total == 0, 1.0, total)  # no rows: context 0, lse -inf
     place = query_head * splits + split

@@ -9,12 +9,13 @@ from bpkv_trt.core.deletion import DeletionStatistics
 from bpkv_trt.kernels.arguments import expect
 from bpkv_trt.kernels.launch import launch
 from bpkv_trt.kernels.lse import INFINITY, attention, expect_queries
-from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets
-from bpkv_trt.kernels.positions import PositionBlocks, block_rows, sees
+from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets, tile_rows
+from bpkv_trt.kernels.positions import BLOCK_ROWS, PositionBlocks, block_rows, sees
 
-TILE = 32  # rows at a time: v - centre in fp32, in the two parts that its product takes, fills 32 KiB at D 128
+TILE = 32  # rows at a time, at most: v - centre in fp32, in the two parts that its product takes, fills 32 KiB at D 128
 TILES_PER_SPLIT = 16  # at least: a partial is as large as the queries, four times over
 MOST_SPLITS = 16  # with 8 KV heads and two sides that is 2 programs for each multiprocessor of the largest GPUs
+PART = 32  # numbers of a row of V at a time
 FLAGS = [torch.bool, torch.uint8]
 
 
@@ -44,7 +45,8 @@ def deletion_statistics(
     expect_queries(q, offsets, cache, softcap, window)
     _check(q, evict, centre, cache, lse)
     rows, heads, width = q.shape
-    blocks = PositionBlocks(positions, heads // cache.kv_heads)
+    most = BLOCK_ROWS if width <= 128 else BLOCK_ROWS // 2  # whose sums fit into registers
+    blocks = PositionBlocks(positions, heads // cache.kv_heads, most)
     longest = evict.shape[-1]
     splits = max(1, min(MOST_SPLITS, triton.cdiv(longest, TILE * TILES_PER_SPLIT)))
     masses = torch.empty(splits, 2, rows, heads, dtype=torch.float32, device=q.device)
@@ -63,6 +65,7 @@ def deletion_statistics(
             cache.lengths,
             lse,
             rows,
+            blocks.count,
             longest,
             *cache.list_strides,
             cache.first_page,
@@ -73,11 +76,10 @@ def deletion_statistics(
             sums,
             KV_HEADS=cache.kv_heads,
             **blocks.constants,
-            BLOCKS=blocks.count,
             **cache.constants,
             KEY_TYPE=cache.type.operand(q.dtype),
             SOFTCAP=softcap,
-            TILE=TILE,
+            TILE=tile_rows(TILE, width, q.dtype),
             warps=8,
             stages=1,
         )
@@ -128,9 +130,10 @@ def nomination(
     admissible = torch.zeros(evict.shape, dtype=torch.bool, device=q.device)
     if longest == 0:
         return first_order, admissible
+    tile = tile_rows(TILE, width, q.dtype)
     launch(
         nominate_entries,
-        (triton.cdiv(longest, TILE), cache.kv_heads, cache.sequences),
+        (triton.cdiv(longest, tile), cache.kv_heads, cache.sequences),
         q,
         evict.view(torch.uint8),
         centre,
@@ -157,7 +160,8 @@ def nomination(
         **cache.constants,
         KEY_TYPE=cache.type.operand(q.dtype),
         SOFTCAP=softcap,
-        TILE=TILE,
+        TILE=tile,
+        PART=min(PART, cache.constants["WIDTH"]),
         warps=8,
         stages=1,
     )
@@ -182,6 +186,7 @@ def partial_statistics(
     lengths,  # [B, Hkv] int32
     lse,  # [S, Hq] fp32
     rows,  # S
+    blocks,  # of positions
     longest,
     sequence_stride,  # of the page lists
     head_stride,
@@ -195,7 +200,6 @@ def partial_statistics(
     GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
     PAGE_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     D: tl.constexpr,
@@ -213,7 +217,7 @@ def partial_statistics(
     8 KV heads, D 128, 64k tokens, bf16, on an H200: 268 MB, 56 us; 16 positions: 17 GFLOP at 990 and 52 at 495
     TFLOP/s, 121 us. The products bind.
     """
-    side, block, split = tl.program_id(0) % 2, tl.program_id(0) // 2 % BLOCKS, tl.program_id(0) // (2 * BLOCKS)
+    side, block, split = tl.program_id(0) % 2, tl.program_id(0) // 2 % blocks, tl.program_id(0) // (2 * blocks)
     kv_head, sequence = tl.program_id(1), tl.program_id(2)
     first = tl.load(offsets + sequence)
     positions = tl.load(offsets + sequence + 1) - first
@@ -232,7 +236,7 @@ def partial_statistics(
     page_list = sequence * sequence_stride + kv_head * head_stride
     begin = tl.maximum(length - positions + 1 - window, 0) // TILE  # tiles before it are in nobody's window
     end = tl.cdiv(length, TILE)
-    share = tl.cdiv(end - begin, tl.num_programs(0) // (2 * BLOCKS))
+    share = tl.cdiv(end - begin, tl.num_programs(0) // (2 * blocks))
     begin += split * share
     side_mass = tl.zeros([BLOCK * PADDED_GROUP], tl.float32)
     side_sum = tl.zeros([BLOCK * PADDED_GROUP, WIDTH], tl.float32)
@@ -292,6 +296,7 @@ def nominate_entries(
     KEY_TYPE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     TILE: tl.constexpr,
+    PART: tl.constexpr,  # of a row
 ):
     """One tile of entries of one KV head, against all positions of its sequence.
 
@@ -316,9 +321,7 @@ def nominate_entries(
     key_places = row_offsets(key_pages + page_list, row, held, kv_head, first_page, PAGE_HEADS, PAGE_SIZE, D)
     keys = load_rows(tl.load(addresses), key_places, held, D, WIDTH, CACHE, KEY_TYPE)
     value_places = row_offsets(value_pages + page_list, row, held, kv_head, first_page, PAGE_HEADS, PAGE_SIZE, D)
-    values = load_rows(tl.load(addresses + 1), value_places, held, D, WIDTH, CACHE, tl.float32)
-    middle = tl.load(centre + entry * D + column, mask=column < D, other=0.0)
-    values = values * value_scale - middle[None, :]
+    value_address = tl.load(addresses + 1)
 
     cost = tl.zeros([TILE], tl.float32)
     stable = held
@@ -330,9 +333,16 @@ def nominate_entries(
         total = tl.load(lse + pair, mask=exists, other=0.0)
         seen = sees(row, position, length, positions, window) & exists[None, :]
         a = attention(keys, queries, total, seen, scale, SOFTCAP)
-        slope = tl.load(slopes + pair[:, None] * D + column[None, :], mask=mask, other=0.0)
         read = tl.load(context_slope + pair, mask=exists, other=0.0)
-        away = read[None, :] - tl.dot(values, tl.trans(slope), input_precision="tf32x3")  # (c' - v).slope [T, R]
+        away = tl.zeros([TILE, BLOCK * PADDED_GROUP], tl.float32) + read[None, :]
+        for begin in range(0, WIDTH, PART):  # whole rows of values and slopes, each in two parts, do not fit
+            part = begin + tl.arange(0, PART)
+            values = load_rows(value_address, value_places + begin, held, D - begin, PART, CACHE, tl.float32)
+            middle = tl.load(centre + entry * D + part, mask=part < D, other=0.0)
+            slope_mask = exists[:, None] & (part < D)[None, :]
+            slope = tl.load(slopes + pair[:, None] * D + part[None, :], mask=slope_mask, other=0.0)
+            values = middle[None, :] - values * value_scale
+            away = tl.dot(values, tl.trans(slope), away, input_precision="tf32x3")  # (c' - v).slope [T, R]
         retained = tl.load(mass + pair, mask=exists, other=INFINITY)  # what does not exist loses nothing
         left = retained[None, :] + sign[:, None] * a
         stable = stable & (tl.sum((left >= floor).to(tl.int32), axis=1) == BLOCK * PADDED_GROUP)

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from bpkv_trt.kernels.arguments import FLOATS, expect
 from bpkv_trt.kernels.launch import launch
-from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets
+from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets, tile_rows
 from bpkv_trt.kernels.positions import PositionBlocks, block_rows, sees
 
-TILE = 128  # rows of K at a time
+TILE = 128  # rows of K at a time, at most
 TILES_PER_SPLIT = 4  # at least, so that a partial costs little beside its rows
 MOST_SPLITS = 128  # with 8 KV heads that is over 7 programs for each multiprocessor of the largest GPUs
 COMBINED_COLUMNS = 32
@@ -51,6 +51,7 @@ def log_sum_exp(
         cache.key_pages,
         cache.lengths,
         rows,
+        blocks.count,
         *cache.list_strides,
         cache.first_page,
         cache.capacity if window is None else window,
@@ -58,11 +59,10 @@ def log_sum_exp(
         partials,
         KV_HEADS=cache.kv_heads,
         **blocks.constants,
-        BLOCKS=blocks.count,
         **cache.constants,
         TYPE=cache.type.operand(q.dtype),
         SOFTCAP=softcap,
-        TILE=TILE,
+        TILE=tile_rows(TILE, width, q.dtype),
         warps=4,
     )
     launch(
@@ -103,6 +103,7 @@ def partial_log_sum_exp(
     key_pages,  # [B, Hkv or 1, P] int32
     lengths,  # [B, Hkv] int32
     rows,  # S
+    blocks,  # of positions
     sequence_stride,  # of key_pages
     head_stride,
     first_page,
@@ -113,7 +114,6 @@ def partial_log_sum_exp(
     GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
     PAGE_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     D: tl.constexpr,
@@ -129,7 +129,7 @@ def partial_log_sum_exp(
     32 query and 8 KV heads, D 128, 64k tokens, bf16: 134 MB, 28 us at 4.8 TB/s; M 40: 21 GFLOP, 22 us at 990 TFLOP/s.
     Bandwidth binds.
     """
-    split, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
+    split, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     kv_head, sequence = tl.program_id(1), tl.program_id(2)
     first = tl.load(offsets + sequence)
     positions = tl.load(offsets + sequence + 1) - first
@@ -146,7 +146,7 @@ def partial_log_sum_exp(
     address = tl.load(addresses)
     begin = tl.maximum(length - positions + 1 - window, 0) // TILE  # tiles before it are in nobody's window
     end = tl.cdiv(length, TILE)
-    share = tl.cdiv(end - begin, tl.num_programs(0) // BLOCKS)
+    share = tl.cdiv(end - begin, tl.num_programs(0) // blocks)
     begin += split * share
     largest = tl.full([BLOCK * PADDED_GROUP], -INFINITY, tl.float32)
     total = tl.zeros([BLOCK * PADDED_GROUP], tl.float32)
@@ -193,8 +193,8 @@ def attention_logits(
     scale,
     SOFTCAP: tl.constexpr,
 ):
-    """[T, R] fp32 logits as the softmax takes them."""
-    logits = tl.dot(keys, tl.trans(queries), input_precision="ieee") * scale
+    """[T, R] fp32 logits as the softmax takes them; those of fp32 by three products in tf32, which keep 22 bits."""
+    logits = tl.dot(keys, tl.trans(queries), input_precision="tf32x3") * scale
     if SOFTCAP is not None:
         shrunk = tl.exp(tl.abs(logits) * (-2 / SOFTCAP))  # e^-2|x| of tanh |x|, which never overflows
         capped = SOFTCAP * (1 - shrunk) / (1 + shrunk)

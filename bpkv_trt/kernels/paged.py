@@ -127,6 +127,16 @@ class PagedCache:
         return self.lengths.device
 
 
+def tile_rows(most: int, head_dim: int, dtype: torch.dtype) -> int:
+    """How many rows a kernel takes at a time to multiply them with `dtype`: `most` up to 128 numbers of 16 bits.
+
+    More would not fit into the registers of its warps: fewer rows if they are wider, and a quarter if they are fp32,
+    of which each number is two in tf32. At least 16, which is what a product takes.
+    """
+    width = triton.next_power_of_2(head_dim) * (4 if dtype == torch.float32 else 1)
+    return max(16, min(most, most * 128 // width))
+
+
 @triton.jit
 def row_offsets(
     pages,  # *i32: the page list of one (sequence, head)
@@ -149,8 +159,8 @@ def load_rows(
     address,  # int64
     offsets,  # [T] int64
     held,  # [T] bool
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,  # a power of two, D or the next above it
+    D,  # numbers from there to the row's end
+    WIDTH: tl.constexpr,  # a power of two: D or the next above it, or fewer for a part of a row
     CACHE: tl.constexpr,  # value of a CacheType
     TYPE: tl.constexpr,  # of the result: fp32, fp16 or bf16, exact for every number that the cache can hold
 ):

@@ -16,6 +16,7 @@ class PositionBlocks:
 
     positions: int
     group: int
+    rows: int = BLOCK_ROWS  # pairs in a block at most, unless one group is larger
 
     def __post_init__(self) -> None:
         if self.positions < 1:
@@ -31,7 +32,7 @@ class PositionBlocks:
     def size(self) -> int:
         """Positions in a block: a power of two."""
         wanted = max(int(triton.next_power_of_2(self.positions)), SMALLEST_BLOCK // self.padded_group)
-        return min(wanted, BLOCK_ROWS // self.padded_group)
+        return min(wanted, max(1, self.rows // self.padded_group))
 
     @property
     def count(self) -> int:

@@ -11,11 +11,11 @@ from bpkv_trt.core.stability import LEAST_MASS
 from bpkv_trt.kernels.arguments import expect
 from bpkv_trt.kernels.launch import launch
 from bpkv_trt.kernels.lse import INFINITY
-from bpkv_trt.kernels.score import log1p, phi
+from bpkv_trt.kernels.series import log1p, phi
 
 TILE = 16  # candidates of a program
 CHANNELS_AT_A_TIME = 64  # of all positions, for each of them: what the registers of 4 warps hold
-ELEMENTS = 1024  # of the one head that a step changes, at a time
+ELEMENTS = 1024  # of the tiles' results, then of the one head that a step changes, at a time
 EVERY_HEAD = tl.constexpr(-1)  # in place of the head that the last step changed
 NO_HEAD = tl.constexpr(-2)
 OVERFLOW_LIMIT = tl.constexpr(60.0)  # as the core's
@@ -53,7 +53,7 @@ def choose(
     cheapest = torch.empty(blocks, dtype=torch.int32, device=device)
     changed = torch.full((1,), EVERY_HEAD.value, dtype=torch.int64, device=device)
     width = triton.next_power_of_2(channels)
-    for _ in range(int(shares.sum()) if candidates else 0):
+    for _ in range(_steps(shares) if candidates else 0):
         launch(
             weigh_candidates,
             (blocks,),
@@ -79,7 +79,7 @@ def choose(
             CHANNELS=channels,
             WIDTH=width,
             GROUP=group,
-            BLOCK=min(triton.next_power_of_2(positions), max(1, CHANNELS_AT_A_TIME // width)),
+            BLOCK=max(1, CHANNELS_AT_A_TIME // width),  # however few positions: nothing waits for the empty lanes
             TILE=TILE,
             warps=4,
         )
@@ -103,11 +103,15 @@ def choose(
             changed,
             CHANNELS=channels,
             GROUP=group,
-            BLOCKS=triton.next_power_of_2(blocks),
             TILE=ELEMENTS,
             warps=8,
         )
     return chosen, base
+
+
+def _steps(shares: Tensor) -> int:
+    # Of tensors on `meta` nothing is known, and one step has every launch.
+    return 1 if shares.is_meta else int(shares.sum())
 
 
 def _check(
@@ -292,16 +296,20 @@ def evict_cheapest(
     changed,  # [1] int64
     CHANNELS: tl.constexpr,
     GROUP: tl.constexpr,
-    BLOCKS: tl.constexpr,  # blocks, or the next power of two
     TILE: tl.constexpr,
 ):
     """One program: the cheapest candidate of all leaves, as in `CandidatePool.evict`."""
-    block = tl.arange(0, BLOCKS)
-    increment = tl.load(lowest + block, mask=block < blocks, other=INFINITY)
-    if tl.min(increment, axis=0) == INFINITY:
+    smallest, place = tl.full([], INFINITY, tl.float32), 0
+    for start in range(0, blocks, TILE):
+        block = start + tl.arange(0, TILE)
+        increment = tl.load(lowest + block, mask=block < blocks, other=INFINITY)
+        least = tl.min(increment, axis=0)
+        place = tl.where(least < smallest, start + tl.argmin(increment, axis=0), place)
+        smallest = tl.minimum(smallest, least)
+    if smallest == INFINITY:
         tl.store(changed, NO_HEAD)
         return
-    index = tl.load(cheapest + tl.argmin(increment, axis=0)).to(tl.int64)
+    index = tl.load(cheapest + place).to(tl.int64)
     head = tl.load(owner + index)
     size, pairs = positions * CHANNELS, positions * GROUP
     for start in range(0, size * GROUP, TILE):

@@ -8,15 +8,14 @@ from torch import Tensor
 from bpkv_trt.kernels.arguments import FLOATS, expect
 from bpkv_trt.kernels.launch import launch
 from bpkv_trt.kernels.lse import attention, expect_queries
-from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets
+from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets, tile_rows
 from bpkv_trt.kernels.positions import PositionBlocks, block_rows, sees
+from bpkv_trt.kernels.series import log1p, phi
 
-TILE = 128  # entries of a program: every readout row that it loads serves so many
+TILE = 128  # entries of a program, at most: every readout row that it loads serves so many
 CONTEXT_TILE = 32  # readout rows
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 OVERFLOW_LIMIT = tl.constexpr(80.0)  # fp32's e^x ends at 88
-SERIES_LIMIT = tl.constexpr(0.3)  # beyond it e^x - 1 - x loses less than the series would
-LOG_SERIES_LIMIT = tl.constexpr(0.5)
 
 
 def singleton_scores(
@@ -79,9 +78,10 @@ def singleton_scores(
         TILE=CONTEXT_TILE,
         warps=4,
     )
+    tile = tile_rows(TILE, width, torch.promote_types(q.dtype, readout.dtype))
     launch(
         score_entries,
-        (triton.cdiv(longest, TILE), cache.kv_heads, cache.sequences),
+        (triton.cdiv(longest, tile), cache.kv_heads, cache.sequences),
         q,
         readout,
         context_read,
@@ -108,7 +108,7 @@ def singleton_scores(
         KEY_TYPE=cache.type.operand(q.dtype),
         VALUE_TYPE=cache.type.operand(readout.dtype),
         SOFTCAP=softcap,
-        TILE=TILE,
+        TILE=tile,
         warps=8,
         stages=2,
     )
@@ -180,8 +180,8 @@ def score_entries(
 
     Floor: 2 Hq T D M (1 + C) FLOPs; reads K and V, 2 Hkv T D elements. 32 query and 8 KV heads, D 128, 64k tokens,
     bf16: 268 MB, 56 us at 4.8 TB/s; 16 positions and 32 logits 283 GFLOP, 286 us at 990 TFLOP/s: the products bind.
-    40 positions and one probe 43 GFLOP, 43 us: bandwidth binds. In fp32 (67 TFLOP/s) the products bind; the
-    tiles, made for tensor cores, spill then: fp32 on a GPU is for checks, not for speed.
+    40 positions and one probe 43 GFLOP, 43 us: bandwidth binds. In fp32 every product is three in tf32 (495 TFLOP/s):
+    1.7 ms.
     """
     kv_head, sequence = tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence * KV_HEADS + kv_head)
@@ -232,7 +232,7 @@ def score_entries(
             row_of_g = channel * (KV_HEADS * GROUP) + first_channel
             g = tl.load(readout + row_of_g[:, None] * D + column[None, :], mask=mask, other=0.0).to(VALUE_TYPE)
             read = tl.load(context_read + row_of_g, mask=exists, other=0.0)
-            away = read[None, :] - tl.dot(values, tl.trans(g), input_precision="ieee") * value_scale  # G.(c - v)
+            away = read[None, :] - tl.dot(values, tl.trans(g), input_precision="tf32x3") * value_scale  # G.(c - v)
             shift = tl.sum(tl.reshape(w * away, (TILE, BLOCK, PADDED_GROUP)), axis=2)  # dz [T, MB]
             if PROBES:
                 measured += shift * shift
@@ -241,7 +241,7 @@ def score_entries(
                 shift = tl.where(shift > OVERFLOW_LIMIT, OVERFLOW_LIMIT, shift)  # not `minimum`, which loses a NaN
                 measured += share[None, :] * phi(shift)
                 mean += share[None, :] * shift
-        divergence = measured * (0.5 / CHANNELS) if PROBES else log_mean_exp(measured, mean)
+        divergence = measured * (0.5 / CHANNELS) if PROBES else top_k_divergence(measured, mean)
         weight = tl.load(weights + member, mask=present, other=0.0)
         score += tl.sum(divergence * weight[None, :], axis=1)
 
@@ -250,26 +250,10 @@ def score_entries(
 
 
 @triton.jit
-def log_mean_exp(mean_phi, mean):
+def top_k_divergence(mean_phi, mean):
     """log sum p e^(x - m) from sum p phi(x) and m = sum p x: what rounding left of the centring is taken out exactly.
 
     It is log1p(e^-m (sum p phi(x) - phi(m))). Where m passes 1, shifts are in the hundreds, and no longer corrected.
     """
     mean = tl.where(mean > 1, 1.0, tl.where(mean < -1, -1.0, mean))
     return log1p(tl.exp(-mean) * (mean_phi - phi(mean)))
-
-
-@triton.jit
-def phi(x):
-    """e^x - 1 - x, to 2e-6 of itself."""
-    series = x * x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x / 5040)))))
-    return tl.where(tl.abs(x) < SERIES_LIMIT, series, tl.exp(x) - 1 - x)
-
-
-@triton.jit
-def log1p(x):
-    """2 artanh(x / (2 + x)) by its series where log(1 + x) would lose the digits of x; for x > -1/2."""
-    s = x / (2 + x)
-    t = s * s
-    series = 2 * s * (1 + t * (1 / 3 + t * (1 / 5 + t * (1 / 7 + t / 9))))
-    return tl.where(x < LOG_SERIES_LIMIT, series, tl.log(1 + x))

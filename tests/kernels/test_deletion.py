@@ -12,6 +12,7 @@ SHAPES = [
     {"cache": FP16, "queries": FP16, "group": 3, "head_dim": 24, "options": {"window": 20}},
     {"cache": FP8, "queries": BF16, "group": 1, "key_scale": 0.3, "value_scale": 0.7, "shared_pages": True},
     {"common": 10.0, "options": {"softcap": 5.0}},
+    {"group": 8, "head_dim": 256},  # two blocks of positions for the sums, eight parts of a row for the slopes
 ]
 
 

@@ -3,7 +3,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bpkv_trt.kernels.paged import CacheType, PagedCache, load_rows, row_offsets
+from bpkv_trt.kernels.paged import CacheType, PagedCache, load_rows, row_offsets, tile_rows
 from tests.kernels.paged_caches import laid_out, random_rows
 
 TYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8]
@@ -59,6 +59,12 @@ def test_every_number_of_e4m3_is_read(device):
     numbers = torch.arange(256, dtype=torch.uint8).view(16, 16).view(torch.float8_e4m3fn)
     laid = laid_out([[numbers]], [[numbers]], device)
     torch.testing.assert_close(gather(laid.cache, 0, 0, 16), numbers.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_tile_has_fewer_rows_where_they_are_wide_or_fp32():
+    rows = [tile_rows(64, width, torch.bfloat16) for width in (16, 128, 130, 256, 512)]
+    assert rows == [64, 64, 32, 32, 16]
+    assert [tile_rows(64, width, torch.float32) for width in (16, 64, 128, 256)] == [64, 32, 16, 16]
 
 
 def test_a_cache_that_does_not_fit_together_is_refused(device):

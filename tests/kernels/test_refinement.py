@@ -8,6 +8,7 @@ import torch
 from bpkv_trt.core.candidates import CandidatePool
 from bpkv_trt.core.candidates import choose as choose_in_core
 from bpkv_trt.core.divergence import FisherDivergence, TopKDivergence, position_weights
+from bpkv_trt.kernels import refinement
 from bpkv_trt.kernels.refinement import choose
 
 
@@ -114,6 +115,18 @@ def test_a_candidate_without_a_number_is_passed_over(device):
     ours, core = both(device, pool, torch.zeros(3, 5), unit, torch.tensor([20]), floor, "top K")
     assert torch.equal(ours[0], core[0]) and ours[0].sum() == 19 and not ours[0][3]
     assert ours[1].isfinite().all()
+
+
+def test_among_many_tiles_the_cheapest_is_found_and_of_equals_the_first(device, monkeypatch):
+    torch.manual_seed(5)
+    monkeypatch.setattr(refinement, "ELEMENTS", 16)  # of the results of 19 tiles at a time
+    pool = random_pool(1, candidates=300, group=1, positions=2, channels=2)
+    pool.a[[70, 290]] = 1e-5  # in the first and the second 16 tiles
+    pool.values[290] = pool.values[70]
+    unit, floor = torch.zeros(300, dtype=torch.int64), torch.zeros(300)
+    for share, expected in ((1, [70]), (2, [70, 290])):
+        ours, core = both(device, pool, torch.zeros(2, 2), unit, torch.tensor([share]), floor, "probes")
+        assert torch.equal(ours[0], core[0]) and ours[0].nonzero().flatten().tolist() == expected
 
 
 def test_nothing_to_choose_is_chosen_without_a_launch(device):
