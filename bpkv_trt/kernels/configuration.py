@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bpkv_trt.core.divergence import FisherDivergence, TopKDivergence
 from bpkv_trt.core.candidates import CandidatePool
+from bpkv_trt.core.divergence import FisherDivergence, TopKDivergence
 from bpkv_trt.errors import ConfigError
 from bpkv_trt.kernels.compact import compact
 from bpkv_trt.kernels.decode import MAX_SPLITS, paged_decode_attention

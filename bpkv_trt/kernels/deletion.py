@@ -1,4 +1,4 @@
-"""What a mask takes from every head, and what one entry more or less would change: `core.refinement` from a cache."""
+"""What a mask takes from every head, and what one entry more or less would change: `core.evidence` from a cache."""
 
 import torch
 import triton
