@@ -4,10 +4,13 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from functools import cache
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from traceback import extract_tb
 
@@ -33,37 +36,93 @@ def measured(comparison: Comparison, samples: Sequence[Key], jobs: int) -> Itera
         _set_threads(jobs)
         yield from (_measure(comparison, sample) for sample in samples)
         return
+    with _workers(comparison, jobs, min(jobs, len(samples))) as workers:
+        for outcome in _outcomes(workers, samples):
+            if isinstance(outcome, Exception):
+                raise outcome
+            yield outcome
+
+
+@contextmanager
+def _workers(comparison: Comparison, jobs: int, count: int) -> Iterator[list[Connection]]:
+    """Processes that measure the samples they are sent; whatever happens, none of them is left, nor waited for.
+
+    No executor: its threads share locks with this one, and an interrupt leaves the lock held that it falls on.
+    """
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker, initargs=(jobs,)) as executor:
-        try:
-            yield from _completed({executor.submit(_measure, comparison, sample): sample for sample in samples})
-        except BaseException:  # an interrupt too: what still runs is not waited for
-            executor.shutdown(wait=False, cancel_futures=True)
-            for process in multiprocessing.active_children():
-                process.terminate()
-            raise
+    processes: list[SpawnProcess] = []
+    connections: list[Connection] = []
+    try:
+        with _interrupts_held():
+            for _ in range(count):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_work, args=(theirs, comparison, jobs), daemon=True)
+                process.start()
+                theirs.close()
+                processes.append(process)
+                connections.append(ours)
+        yield connections
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.join()
 
 
-def _completed(futures: dict[Future[Record], Key]) -> Iterator[Record]:
-    waiting = set(futures)
-    while waiting:
-        done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-        for future in done:
-            try:
-                yield future.result()
-            except BrokenProcessPool:
-                raise BpkvError(
-                    "A process that measured samples has ended without a word, probably killed for its memory: use "
-                    "fewer --jobs or fewer --tokens."
-                ) from None
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """In this process an interrupt takes effect afterwards, in those that are started meanwhile it never does.
+
+    Else it could find a process that is started and not noted yet, or one that is still importing, with a traceback.
+    """
+    came: list[int] = []
+    resource_tracker.ensure_running()  # starting it lifts the mask
+    handler = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which they inherit
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+    if came:
+        signal.raise_signal(signal.SIGINT)
 
 
-def _start_worker(jobs: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent is interrupted too, and ends its workers
+def _outcomes(workers: Sequence[Connection], samples: Sequence[Key]) -> Iterator[Record | Exception]:
+    waiting, busy = deque(samples), set(workers)
+    try:
+        for worker in workers:
+            worker.send(waiting.popleft())
+        while busy:
+            for worker in busy.intersection(wait(busy)):
+                outcome = worker.recv()
+                if waiting:
+                    worker.send(waiting.popleft())
+                else:
+                    busy.remove(worker)
+                yield outcome
+    except (EOFError, OSError):
+        raise BpkvError(
+            "A process that measured samples has ended without a word, probably killed for its memory: use "
+            "fewer --jobs or fewer --tokens."
+        ) from None
+
+
+def _work(parent: Connection, comparison: Comparison, jobs: int) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Of several at once none could be read, and their lock would outlive a worker that is ended.
     disable_progress_bar()  # type: ignore[no-untyped-call]
     _set_threads(jobs)
+    with suppress(EOFError, OSError):  # the parent has gone
+        while True:
+            parent.send(_outcome(comparison, parent.recv()))
+
+
+def _outcome(comparison: Comparison, sample: Key) -> Record | Exception:
+    try:
+        return _measure(comparison, sample)
+    except Exception as error:
+        return error
 
 
 def _end_with_parent() -> None:

@@ -2,8 +2,10 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -195,11 +197,20 @@ def test_an_interrupt_is_no_traceback(
 
 @pytest.mark.parametrize("entry", [["-m", "bpkv_trt"], ["-c", "import sys; from bpkv_trt.cli import main; main()"]])
 def test_an_interrupt_while_modules_are_imported_is_no_traceback(tmp_path: Path, entry: list[str]) -> None:
-    """By either way in: `python -m bpkv_trt`, and the script that installing the package makes."""
+    """By either way in: `python -m bpkv_trt`, and the script that installing the package makes.
+
+    Interrupts are as a terminal's job has them: a background job of a script ignores them, and so would all it starts.
+    """
     (tmp_path / "rich").mkdir()
     (tmp_path / "rich" / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run([sys.executable, *entry, "--help"], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *entry, "--help"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "bpkv: interrupted.\n")
 
 

@@ -1,4 +1,4 @@
-"""Trained models on fresh engines."""
+"""Trained models on fresh engines, and small ones whose answers have no end."""
 
 from collections.abc import Callable
 from functools import cache
@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.models.loading import LoadedModel, load_model
 from bpkv_trt.runtime.engine import Engine, make_pool
 from build_scripts.recall_text import recall_prompt
+from tests.runtime.random_models import COMPACTABLE, wrapped
 
 ASSETS = Path(__file__).parents[1] / "assets"
 TRAINED = ("tiny-llama", "tiny-gemma")
@@ -37,3 +39,11 @@ def make_engine() -> MakeEngine:
         return Engine(model, config, make_pool(model, rows, config.page_size, poison=True))
 
     return make
+
+
+@pytest.fixture
+def endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token ends an answer."""
+    for name in COMPACTABLE:
+        for each in (wrapped(name), wrapped(name, torch.float32)):  # cached apart
+            monkeypatch.setattr(each.model.generation_config, "eos_token_id", None)

@@ -127,18 +127,25 @@ def test_l2_attention_reads_the_pages(make_engine: MakeEngine, name: str) -> Non
             assert not torch.allclose(logits_with(side, page), untouched, atol=1e-4)
 
 
+def living_tensors() -> list[Tensor]:
+    gc.collect()
+    return [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+
+
 @pytest.mark.parametrize("name", TRAINED)
 def test_there_is_no_second_copy_of_the_cache(make_engine: MakeEngine, name: str) -> None:
+    """Among the tensors made since; those of other tests are kept alive, so that none made since has their identity."""
+    earlier = {id(tensor): tensor for tensor in living_tensors()}
     engine = make_engine(name, budget="0.5", regime="prefill")
     (trail,) = follow(engine, [prompt_tokens(name, 3, 200)], [[7, 9]])
     pool, traits = engine.pool, engine.host.traits
-    known = {tensor.untyped_storage().data_ptr() for tensor in (pool.keys, pool.values, pool.row_positions)}
-    known |= {each.untyped_storage().data_ptr() for each in gc.get_objects() if isinstance(each, nn.Parameter)}
+    own = (pool.keys, pool.values, pool.row_positions, *engine.host.model.parameters())
+    known = {tensor.untyped_storage().data_ptr() for tensor in own}
     rows = int(pool.lengths(trail.sequence).min())
     strays = [
         tensor.shape
-        for tensor in gc.get_objects()
-        if isinstance(tensor, Tensor)
+        for tensor in living_tensors()
+        if id(tensor) not in earlier
         and tensor.untyped_storage().data_ptr() not in known
         and tensor.shape[-1:] == (traits.head_dim,)
         and tensor.numel() >= rows * traits.head_dim
