@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from bpkv_trt.core.evidence import score_entries
+from bpkv_trt.core.evidence_source import EvidenceSource
 from bpkv_trt.policies.snapkv import SnapKv
 from tests.runtime.drafts import AHEAD, OPTIONS, PROMPT
 from tests.runtime.random_models import COMPACTABLE, engine_of, wrapped
@@ -34,7 +35,9 @@ def test_drafted_positions_are_those_of_a_real_sequence(name: str, readout: str)
         for field in ("q", "context", "residual", "topk_p", "covered_mass"):
             assert_near(getattr(ours[0], field), getattr(theirs[0], field))
         layers = list(wrapped(name).traits.compactable_layers)
-        entries = [score_entries(*each, wrapped(name).traits)[layers, :, : len(PROMPT)] for each in both]
+        sources = [EvidenceSource(*each, wrapped(name).traits) for each in both]
+        divergences = [statistics.readout.divergence for statistics, _ in both]
+        entries = [score_entries(*each)[layers, :, : len(PROMPT)] for each in zip(sources, divergences, strict=True)]
         assert_near(*(each.log() for each in entries))
 
 

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from bpkv_trt.core.evidence import EvidenceSource, score_entries
+from bpkv_trt.core.evidence import score_entries
+from bpkv_trt.core.evidence_source import EvidenceSource
 from bpkv_trt.runtime.engine import Engine
 from tests.runtime.drafts import AHEAD, MORE, OPTIONS, PROMPT, greedy
 from tests.runtime.random_models import COMPACTABLE, engine_of, wrapped
@@ -43,16 +44,17 @@ def test_exact_scores_are_the_weighted_mean_of_those_of_each_position(name: str)
     with guessing(engine, MORE[:5]) as (sequence, weights):
         statistics = engine.statistics.collect(sequence, own + len(weights), engine.trace, weights)
         view = engine.pool.view(sequence)
-        scores, source = score_entries(statistics, view, traits), EvidenceSource(statistics, view, traits)
+        source = EvidenceSource(statistics, view, traits)
+        scores = score_entries(source, statistics.readout.divergence)
         assert statistics.drafted == len(weights) == 2 * AHEAD
-        for layer, rows in source.rows():
+        for layer, whole in source.layers():
             for head in range(traits.kv_heads):
                 held = source.attention(layer, head)
                 a, c, v = held.a.double(), held.c.double(), held.v.double()  # [G, M, T], [M, G, D], [T, D]
                 total = torch.zeros(a.shape[-1], dtype=torch.float64)
                 for m, weight in enumerate([1.0] * (own + AHEAD) + [0.1] * AHEAD):
                     moved = (c[m, :, None] - v) * (a[:, m] / (1 - a[:, m]))[..., None]  # [G, T, D]
-                    read = torch.einsum("gtd,rgd->rt", moved, rows[m, :, head].double())
+                    read = torch.einsum("gtd,rgd->rt", moved, whole.rows[m, :, head].double())
                     total += weight * read.square().mean(0) / 2
                 truth = total / (own + AHEAD + 0.1 * AHEAD)
                 told = (a.amax((0, 1)) < 0.9) & (truth > truth.max() * 1e-9)
