@@ -61,8 +61,7 @@ Check = tuple[str, float, float]  # what, its largest error, and the tolerance
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """torch.empty is NaN within, so that an element which no kernel wrote shows."""
-    assert torch.utils.deterministic.fill_uninitialized_memory
+    """torch.empty is NaN within, as it is beside deterministic algorithms: an element that no kernel wrote shows."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -279,8 +278,8 @@ def check_compact(problem: Problem) -> list[Check]:
     for each, rows in zip(problem.heads, kept, strict=True):
         for kind, table in enumerate((cache.key_pages, cache.value_pages)):
             source, target = (_places(cache, table, each, row) for row in (rows, torch.arange(len(rows))))
-            for array in (0,) if cache.shared_pages else ((0, 2), (1,))[kind]:
-                expected[array][target] = before[array][source]
+            for number in (0,) if cache.shared_pages else ((0, 2), (1,))[kind]:
+                expected[number][target] = before[number][source]
     offsets = torch.tensor([0, *map(len, kept)]).cumsum(0)
     compact(torch.cat(kept).int().to(problem.device), offsets.to(problem.device), cache, positions)
     ours = [array.view(torch.uint8).cpu().view_as(truth) for array, truth in zip(arrays, expected, strict=True)]

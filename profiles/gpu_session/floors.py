@@ -43,11 +43,11 @@ class Ceilings:
         return "products" if work.flops / self.flops > work.bytes / self.bytes else "bytes"
 
 
-def _logits(shape: Shape, tokens: int, positions: int) -> float:
+def _logits(shape: Shape, tokens: float, positions: int) -> float:
     return 2.0 * shape.query_heads * tokens * shape.head_dim * positions
 
 
-def _rows(shape: Shape, tokens: int) -> float:
+def _rows(shape: Shape, tokens: float) -> float:
     # bytes of the keys, or the values, of one layer
     return float(shape.kv_heads * tokens * shape.head_dim * ITEM)
 
@@ -73,7 +73,7 @@ def nomination(shape: Shape, tokens: int, positions: int) -> Work:
     return Work(_logits(shape, tokens, positions) * (1 + TF32 * PRODUCTS), 2 * _rows(shape, tokens))
 
 
-def decode(shape: Shape, rows: int, batch: int) -> Work:
+def decode(shape: Shape, rows: float, batch: int) -> Work:
     """One query per head over `rows` rows of every KV head, in each of `batch` sequences."""
     return Work(2 * batch * _logits(shape, rows, 1), 2 * batch * _rows(shape, rows))
 

@@ -36,6 +36,7 @@ POSITIONS, TOP_K = 16, 32  # scoring positions, and logits that the distribution
 PROBED = 40  # scoring positions of the default configuration, with one probe each
 BATCHES = (1, 8)
 CHOICES = ((8192, 4096), (128, 64))  # candidates, and how many leave; the last as in the default configuration
+CHOICES_REHEARSED = ((30, 6),)
 HEADS = 256  # that the candidates belong to
 REPEATS = 20
 FREE = 0.8  # of the device's free memory, for the cache of all layers
@@ -210,7 +211,7 @@ def measure(session: Session) -> Iterator[Record]:
             timed[1]()  # warms up
             yield record(shape, tokens, timed, at_once=True, layers=shape.layers)
             if shape == shapes[0] and tokens == lengths[0]:
-                for candidates, evictions in ((30, 6),) if session.tiny else CHOICES:
+                for candidates, evictions in CHOICES if session.device.type == "cuda" else CHOICES_REHEARSED:
                     choosing(candidates, 2, shape, device)[1]()  # compiles
                     yield record(shape, tokens, choosing(candidates, evictions, shape, device), at_once=True)
 

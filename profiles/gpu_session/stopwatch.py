@@ -33,7 +33,7 @@ class Stopwatch:
             run()
             end.record()
         torch.cuda.synchronize()
-        return statistics.median(start.elapsed_time(end) for start, end in events)
+        return float(statistics.median(start.elapsed_time(end) for start, end in events))
 
     def once(self, run: Callable[[], object]) -> float:
         """Milliseconds of one run by the host's clock, from an idle device to an idle device."""

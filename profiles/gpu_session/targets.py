@@ -5,7 +5,7 @@ from typing import Any
 
 from profiles.gpu_session import floors
 from profiles.gpu_session.floors import Ceilings, Shape
-from profiles.gpu_session.kernel_times import BATCHES, CHOICES, POSITIONS, REHEARSED, SHAPES, TOP_K
+from profiles.gpu_session.kernel_times import BATCHES, POSITIONS, REHEARSED, SHAPES, TOP_K
 from profiles.gpu_session.part import Record
 
 DELETIONS = 2  # passes of stage 2: the mask of stage 1, and where the choice begins
@@ -24,7 +24,7 @@ class Target:
     def met(self) -> bool | None:
         if self.value is None:
             return None
-        return self.value >= self.least if self.least is not None else self.value <= (self.most or 0.0)
+        return (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
 
     def record(self) -> Record:
         return {"target": self.name, "value": self.value, "least": self.least, "most": self.most, "met": self.met}
@@ -32,9 +32,8 @@ class Target:
 
 def ceilings_of(records: list[Record]) -> Ceilings | None:
     """The best of what was measured, if both were."""
-    best = {kind: max((each["per_second"] for each in records if each["ceiling"] == kind), default=None)
-            for kind in ("flops", "bytes")}  # fmt: skip
-    return None if None in best.values() else Ceilings(best["flops"], best["bytes"])
+    best = {kind: [each["per_second"] for each in records if each["ceiling"] == kind] for kind in ("flops", "bytes")}
+    return Ceilings(max(best["flops"]), max(best["bytes"])) if all(best.values()) else None
 
 
 class Times:
@@ -46,57 +45,57 @@ class Times:
         self.tokens: int = first["tokens"]
         own = (each for each in records if (each["model"], each["tokens"]) == (first["model"], first["tokens"]))
         self.records = {(each["kernel"], each["batch"]): each for each in own}
+        self.choices = [kernel for kernel, _ in self.records if kernel.startswith("choose")]
 
-    def rate(self, kernel: str, of: str, batch: int = 1) -> float | None:
-        """FLOPs or bytes in a second."""
+    def share(self, kernel: str, of: str, ceiling: float | None, batch: int = 1) -> float | None:
+        """FLOPs or bytes in a second, of a ceiling."""
         record = self.records.get((kernel, batch))
-        return None if record is None else 1e3 * record[of] / record["ms"]
+        return None if record is None or not ceiling else 1e3 * float(record[of]) / record["ms"] / ceiling
 
-    def total_ms(self, counts: dict[str, int]) -> float | None:
-        """So many runs of each kernel, None where one of them was not timed."""
-        found = [(self.records.get((kernel, 1)), count) for kernel, count in counts.items()]
-        if any(record is None for record, _ in found):
+    def ratio(self, kernel: str, other: str, batch: int) -> float | None:
+        """How many times as long one takes as the other."""
+        one, two = self.records.get((kernel, batch)), self.records.get((other, batch))
+        return None if one is None or two is None else float(one["ms"]) / two["ms"]
+
+    def compaction_ms(self, score: str, choice: str) -> float | None:
+        """All kernels of one compaction of a prompt, None where one of them was not timed."""
+        if self.shape is None:
             return None
-        return sum(record["ms"] * count for record, count in found if record is not None)
+        total = 0.0
+        for kernel, count in one_compaction(self.shape, score, choice).items():
+            record = self.records.get((kernel, 1))
+            if record is None:
+                return None
+            fit = record.get("layers", self.shape.layers)  # into memory, of those that a launch should hold
+            total += count * record["ms"] * self.shape.layers / fit
+        return total
 
 
 def judged(ceiling_records: list[Record], time_records: list[Record]) -> list[Target]:
     """All targets, for the first model at the first length."""
     ceilings, times = ceilings_of(ceiling_records), Times(time_records)
-    of = f"{times.shape.name if times.shape else 'no model'}, {times.tokens} tokens"
-    score = f"score, M {POSITIONS}, K {TOP_K}"
-
-    def share(rate: float | None, ceiling: float | None) -> float | None:
-        return None if rate is None or ceiling is None else rate / ceiling
-
-    flops, bytes_ = (None, None) if ceilings is None else (ceilings.flops, ceilings.bytes)
+    flops, copied = (ceilings.flops, ceilings.bytes) if ceilings else (None, None)
+    prefill = floors.prefill(times.shape, times.tokens) if times.shape else None
+    whole = ceilings.floor_ms(prefill) if ceilings and prefill else None
+    score, of = (
+        f"score, M {POSITIONS}, K {TOP_K}",
+        f"({times.shape.name if times.shape else '?'}, {times.tokens} tokens)",
+    )
+    many = BATCHES[-1]
     targets = [
-        Target(f"{score}: share of the measured bf16 peak ({of})", share(times.rate(score, "flops"), flops), 0.35),
-        Target(
-            f"compact: share of the measured copy bandwidth ({of})", share(times.rate("compact", "bytes"), bytes_), 0.7
-        ),
+        Target(f"{score}: of the measured bf16 peak {of}", times.share(score, "flops", flops), least=0.35),
+        Target(f"compact: of the measured copy bandwidth {of}", times.share("compact", "bytes", copied), least=0.7),
     ]
     for batch in BATCHES:
-        rate = share(times.rate("decode", "bytes", batch), bytes_)
-        targets.append(Target(f"decode of {batch}: share of the measured copy bandwidth ({of})", rate, 0.7))
-    every, fifth = (times.records.get((name, BATCHES[-1])) for name in ("decode", "decode, a fifth"))
-    faster = None if every is None or fifth is None else every["ms"] / fifth["ms"]
-    targets.append(Target(f"decode of {BATCHES[-1]}: times faster over a fifth of the rows ({of})", faster, 4.0))
-    for name in sorted(kernel for kernel, _ in times.records if kernel.startswith("choose")) or [chosen(*CHOICES[0])]:
-        spent = None if times.shape is None else times.total_ms(one_compaction(times.shape, score, name))
-        prefill = None if ceilings is None or times.shape is None else ceilings.floor_ms(
-            floors.prefill(times.shape, times.tokens)
-        )  # fmt: skip
-        targets.append(
-            Target(f"scoring, selection ({name}) and compaction: share of the prefill's floor ({of})",
-                   share(spent, prefill), most=0.03)
-        )  # fmt: skip
+        rate = times.share("decode", "bytes", copied, batch)
+        targets.append(Target(f"decode of {batch}: of the measured copy bandwidth {of}", rate, least=0.7))
+    faster = times.ratio("decode", "decode, a fifth", many)
+    targets.append(Target(f"decode of {many}: times as fast over a fifth of the rows {of}", faster, least=4.0))
+    for choice in times.choices or ["choose"]:
+        spent = times.compaction_ms(score, choice)
+        name = f"scoring, selection ({choice}), compaction: of the prefill's floor {of}"
+        targets.append(Target(name, spent / whole if spent and whole else None, most=0.03))
     return targets
-
-
-def chosen(candidates: int, evictions: int) -> str:
-    """The name under which a choice was timed."""
-    return f"choose {evictions} of {candidates}"
 
 
 def one_compaction(shape: Shape, score: str, choice: str) -> dict[str, int]:
