@@ -66,7 +66,7 @@ def examine() -> list[Finding]:
             "Triton compiler",
             "triton",
             "import triton, triton.compiler; print(triton.__version__)",
-            "pip install triton; without it the kernels cannot be compiled here, and the torch path is used",
+            "pip install 'bpkv-trt[kernels]'; needed to run on a GPU and to compile kernels for engines, not on a CPU",
         ),
         _tensorrt,
         lambda: _module(

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from bpkv_trt.config import BpkvConfig
-from bpkv_trt.core.evidence import EvidenceSource, score_entries
+from bpkv_trt.core.evidence import score_entries
+from bpkv_trt.core.evidence_source import EvidenceSource
 from bpkv_trt.errors import ConfigError
 from bpkv_trt.evaluation.ranks import spearman
 from bpkv_trt.evaluation.verify import verify
@@ -433,7 +434,9 @@ def test_of_two_exact_duplicates_one_stays(refine: int) -> None:
     view.keys(1, 0)[[10, 20]] = direction / direction.norm() * 16
     view.values(1, 0)[[10, 20]] = torch.full((traits.head_dim,), 3.0)
     statistics = engine.statistics.collect(sequence, SMALL["positions"], engine.trace)
-    scores = score_entries(statistics, engine.pool.view(sequence), traits)[1, 0]
+    scores = score_entries(
+        EvidenceSource(statistics, engine.pool.view(sequence), traits), statistics.readout.divergence
+    )[1, 0]
     assert scores[10] == scores[20] < scores[SINKS:-RECENT].median() / 100
     event = engine.compactor.on_context_step_end(sequence)
     assert event is not None and event.rejected > 0 and event.entries_after == 4 * 15
@@ -463,7 +466,9 @@ def test_entries_that_move_only_what_the_top_does_not_hold_are_rare() -> None:
         sequence = engine.open()
         engine.encode([(sequence, tokens)])
         statistics = engine.statistics.collect(sequence, SMALL["positions"], engine.trace)
-        of_sequence = score_entries(statistics, engine.pool.view(sequence), model.traits)
+        of_sequence = score_entries(
+            EvidenceSource(statistics, engine.pool.view(sequence), model.traits), statistics.readout.divergence
+        )
         scores[top_k] = of_sequence[..., SINKS:-RECENT].flatten()
     ours, truth = scores.values()
     assert float((ours < 0.1 * truth).float().mean()) < 0.01

@@ -1,6 +1,6 @@
 """What one KV head's attention outputs become without some of its entries: q, K and V held fixed, renormalised."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,10 +23,44 @@ class HeadAttention:
 
 @dataclass(frozen=True)
 class Retained:
-    """The head after a set of entries has left."""
+    """Attention outputs after a set of entries has left."""
 
-    mass: Tensor  # [G, M] share of the attention that stays, 1 - mu
-    shift: Tensor  # [G, M, D] c' - c
+    mass: Tensor  # [..., M] share of the attention that stays, 1 - mu
+    shift: Tensor  # [..., M, D] c' - c
+    context: Tensor  # [..., M, D] c' less the centre
+
+
+@dataclass(frozen=True)
+class DeletionStatistics:
+    """What the evicted and the kept rows hold of each attention. Every row that a position sees is in one of the two.
+
+    Values are taken less a centre, such as their mean: they share a large part, which would cancel only after rounding.
+    """
+
+    gone_mass: Tensor  # [..., M] fp32 sum of a
+    gone_sum: Tensor  # [..., M, D] fp32 sum of a (v - centre)
+    kept_mass: Tensor
+    kept_sum: Tensor
+
+    def retained(self) -> Retained:
+        """c' - c is (mu c - rho) / (1 - mu) where little has left, and kept_sum / kept_mass - c elsewhere.
+
+        Chosen for each query head and position. Where nothing stays (mass 0) shift and context are not finite: test the
+        mass first.
+        """
+        context = self.gone_sum + self.kept_sum
+        little = self.gone_mass < 0.5
+        mass = torch.where(little, 1 - self.gone_mass, self.kept_mass)
+        by_removed = (self.gone_mass.unsqueeze(-1) * context - self.gone_sum) / mass.unsqueeze(-1)
+        left = self.kept_sum / mass.unsqueeze(-1)
+        few = little.unsqueeze(-1)
+        shift = torch.where(few, by_removed, left - context)
+        return Retained(mass, shift, torch.where(few, context + shift, left))
+
+    def with_sink(self, mass: Tensor, centre: Tensor) -> "DeletionStatistics":
+        """A sink logit beside the rows, which holds mass [..., M], never leaves and has the value 0."""
+        kept_sum = self.kept_sum - mass.unsqueeze(-1) * centre
+        return replace(self, kept_mass=self.kept_mass + mass, kept_sum=kept_sum)
 
 
 def singleton_scores(a: Tensor, c: Tensor, v: Tensor, g: Tensor, divergence: Divergence) -> Tensor:
@@ -57,27 +91,17 @@ def singleton_scores(a: Tensor, c: Tensor, v: Tensor, g: Tensor, divergence: Div
 
 
 def retained(attention: HeadAttention, evict: Tensor) -> Retained:
-    """The head without the entries of `evict` [T] bool, exactly.
-
-    c' - c is (mu c - rho) / (1 - mu) where little has left, and a sum over what stays elsewhere, chosen for each
-    query head and position. Where nothing stays (mass 0) the shift is not finite: test the mass first.
-    """
+    """One head without the entries of `evict` [T] bool, exactly: [G, M] and [G, M, D]."""
     centre = attention.v.mean(0)
-    context, values = attention.c.transpose(0, 1) - centre, attention.v - centre  # [G, M, D], [T, D]
+    values = attention.v - centre
     gone = attention.a * evict
     stay = attention.a - gone  # each weight whole, in one of the two
-    mu, kept_mass = gone.sum(-1), stay.sum(-1)
-    rho, kept_sum = gone @ values, stay @ values
+    statistics = DeletionStatistics(gone.sum(-1), gone @ values, stay.sum(-1), stay @ values)
     if attention.sink_mass is not None:
-        kept_mass = kept_mass + attention.sink_mass
-        kept_sum = kept_sum - attention.sink_mass.unsqueeze(-1) * centre  # the sink's value is 0
-    little = mu < 0.5
-    mass = torch.where(little, 1 - mu, kept_mass)
-    by_removed = (mu.unsqueeze(-1) * context - rho) / mass.unsqueeze(-1)
-    by_kept = kept_sum / mass.unsqueeze(-1) - context
-    return Retained(mass, torch.where(little.unsqueeze(-1), by_removed, by_kept))
+        statistics = statistics.with_sink(attention.sink_mass, centre)
+    return statistics.retained()
 
 
 def read_shift(shift: Tensor, g: Tensor) -> Tensor:
-    """Read a shift [G, M, D] of one KV head's contexts by its readout rows g [M, C, G, D]: [M, C]."""
-    return torch.einsum("gmd,mcgd->mc", shift, g)
+    """Read shifts [H, G, M, D] of KV heads' contexts by their readout rows g [M, C, H, G, D]: [M, C], summed."""
+    return torch.einsum("hgmd,mchgd->mc", shift, g)

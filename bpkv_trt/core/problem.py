@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from bpkv_trt.core.divergence import Divergence
-from bpkv_trt.core.evidence import HeadSource
+from bpkv_trt.core.evidence import Evidence
 from bpkv_trt.core.quota import Quota
 
 
@@ -16,5 +16,5 @@ class SelectionProblem:
     scores: Tensor  # [L, Hkv, T] fp32
     eligible: Tensor  # [L, Hkv, T] bool
     quota: Quota
-    source: HeadSource
+    source: Evidence
     divergence: Divergence

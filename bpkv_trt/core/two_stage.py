@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from bpkv_trt.core.divergence import Divergence
-from bpkv_trt.core.evidence import HeadSource, mask_shift
+from bpkv_trt.core.evidence import Evidence, mask_shift
 from bpkv_trt.core.problem import SelectionProblem
 from bpkv_trt.core.quota import Quota
 from bpkv_trt.core.refinement import refine_mask
 from bpkv_trt.core.selection import Selection, count_by_unit, lowest_scores
-from bpkv_trt.core.stability import admissible_walk
+from bpkv_trt.core.stability import LEAST_MASS, admissible_walk
 
 HALVINGS = 6  # of epsilon, before it is given up for a unit
 
@@ -22,7 +22,7 @@ def two_stage(
     scores: Tensor,
     eligible: Tensor,
     quota: Quota,
-    source: HeadSource,
+    source: Evidence,
     divergence: Divergence,
     epsilon: float,
     refine: int,
@@ -50,8 +50,9 @@ def two_stage(
 def admissible_lowest(problem: SelectionProblem, epsilon: float) -> tuple[Selection, Tensor]:
     """Stage 1: the lowest scores of every unit that the epsilon rule accepts, and the epsilon [U] each unit ended with.
 
-    The rule binds each KV head by itself, so a head's walk over its own ranking needs no other head. A unit that runs
-    out walks again at half the epsilon, after `HALVINGS` at 0, and if even that is short takes any eligible entry.
+    The rule binds each KV head by itself, so a head's walk over its own ranking needs no other head; and one that would
+    be stable without all that is eligible needs no walk. A unit that runs out walks again at half the epsilon, after
+    `HALVINGS` at 0, and if even that is short takes any eligible entry.
     """
     quota, units = problem.quota, problem.quota.evict.shape[0]
     floor = torch.full((units,), epsilon, device=problem.scores.device)
@@ -73,15 +74,19 @@ def admissible_lowest(problem: SelectionProblem, epsilon: float) -> tuple[Select
 
 def _walk_units(problem: SelectionProblem, accepted: Tensor, pending: Tensor, floor: Tensor) -> None:
     # Fills accepted [L, Hkv, T] for the heads of pending [U] units.
-    unit, evict = problem.quota.unit, problem.quota.evict
-    walking = (unit >= 0) & pending[unit] & problem.eligible.any(-1)
-    for layer, head in walking.nonzero().tolist():
-        owner = unit[layer, head]
-        rows = problem.eligible[layer, head].nonzero().squeeze(1)
-        order = rows[problem.scores[layer, head, rows].argsort(stable=True)]
-        a = problem.source.attention(layer, head).a
-        taken = admissible_walk(a, order, float(floor[owner]), int(evict[owner]))
-        accepted[layer, head, : taken.shape[0]] = taken
+    unit, evict, eligible = problem.quota.unit, problem.quota.evict, problem.eligible
+    walking = (unit >= 0) & pending[unit] & eligible.any(-1)
+    for layer in walking.any(-1).nonzero().flatten().tolist():
+        least = floor[unit[layer]].clamp_min(LEAST_MASS)[:, None, None]
+        stable = (problem.source.retained_mass(layer, eligible[layer]) >= least).flatten(1).all(1)  # whatever goes
+        accepted[layer] |= eligible[layer] & (walking[layer] & stable).unsqueeze(-1)
+        for head in (walking[layer] & ~stable).nonzero().flatten().tolist():
+            owner = unit[layer, head]
+            rows = eligible[layer, head].nonzero().squeeze(1)
+            order = rows[problem.scores[layer, head, rows].argsort(stable=True)]
+            a = problem.source.attention(layer, head).a
+            taken = admissible_walk(a, order, float(floor[owner]), int(evict[owner]))
+            accepted[layer, head, : taken.shape[0]] = taken
 
 
 def _passed_over(problem: SelectionProblem, accepted: Tensor, evict: Tensor) -> int:

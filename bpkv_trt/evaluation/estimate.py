@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bpkv_trt.core.evidence import EvidenceSource, mask_divergence
+from bpkv_trt.core.evidence import mask_divergence
+from bpkv_trt.core.evidence_source import EvidenceSource
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.core.traits import ModelTraits
 from bpkv_trt.evaluation.ranks import spearman

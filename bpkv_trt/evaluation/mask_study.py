@@ -16,7 +16,8 @@ from torch import Tensor
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.budget import resolve
 from bpkv_trt.core.divergence import Divergence
-from bpkv_trt.core.evidence import EvidenceSource, mask_divergence
+from bpkv_trt.core.evidence import mask_divergence
+from bpkv_trt.core.evidence_source import EvidenceSource
 from bpkv_trt.evaluation.arm import Arm
 from bpkv_trt.evaluation.comparison import Comparison
 from bpkv_trt.evaluation.masks import MaskKind, at_random, in_blocks, masks_of

@@ -1,12 +1,11 @@
 """What a mask takes from every head, and what one entry more or less would change: `core.refinement` from a cache."""
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from bpkv_trt.core.deletion import DeletionStatistics
 from bpkv_trt.kernels.arguments import expect
 from bpkv_trt.kernels.launch import launch
 from bpkv_trt.kernels.lse import INFINITY, attention, expect_queries
@@ -17,20 +16,6 @@ TILE = 32  # rows at a time: v - centre in fp32, in the two parts that its produ
 TILES_PER_SPLIT = 16  # at least: a partial is as large as the queries, four times over
 MOST_SPLITS = 16  # with 8 KV heads and two sides that is 2 programs for each multiprocessor of the largest GPUs
 FLAGS = [torch.bool, torch.uint8]
-
-
-@dataclass(frozen=True)
-class DeletionStatistics:
-    """What the evicted and the kept rows hold of each attention. Every row that a position sees is in one of the two.
-
-    With c = gone_sum + kept_sum, the context less the centre, the mask moves it by c' - c, which is
-    (gone_mass c - gone_sum) / (1 - gone_mass) where little has left, and kept_sum / kept_mass - c elsewhere.
-    """
-
-    gone_mass: Tensor  # [S, Hq] fp32 sum of a
-    gone_sum: Tensor  # [S, Hq, D] fp32 sum of a (v - centre)
-    kept_mass: Tensor
-    kept_sum: Tensor
 
 
 def deletion_statistics(
@@ -46,7 +31,7 @@ def deletion_statistics(
     window: int | None = None,
     positions: int,
 ) -> DeletionStatistics:
-    """Attention mass and values of the rows that leave and of those that stay, for every position and query head.
+    """Attention mass [S, Hq] and values [S, Hq, D] of the rows that leave and of those that stay.
 
     q, offsets, scale, softcap, window and `positions` as in `log_sum_exp`, whose result `lse` [S, Hq] fp32 is; evict
     [B, Hkv, T] bool or uint8, T at least the longest length. centre [B, Hkv, D] fp32, the mean of a head's values, is

@@ -1,12 +1,12 @@
-"""Stage 2's greedy choice on the device: `core.refinement.choose` without a word to the host between its steps."""
+"""Stage 2's greedy choice on the device: `core.candidates.choose` without a word to the host between its steps."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from bpkv_trt.core.candidates import CandidatePool
 from bpkv_trt.core.divergence import Divergence, FisherDivergence, TopKDivergence
-from bpkv_trt.core.refinement import CandidatePool
 from bpkv_trt.core.stability import LEAST_MASS
 from bpkv_trt.kernels.arguments import expect
 from bpkv_trt.kernels.launch import launch
@@ -26,7 +26,7 @@ def choose(
 ) -> tuple[Tensor, Tensor]:
     """Greedily evict `shares[u]` candidates of each unit, always the one with the smallest increment at base [M, C].
 
-    Same arguments, rules and result as `core.refinement.choose`: chosen [P] bool, short of the shares where none was
+    Same arguments, rules and result as `core.candidates.choose`: chosen [P] bool, short of the shares where none was
     left to take, and the shift [M, C]; ties go to the lowest index; the pool's mass and contexts become those of the
     mask. unit [P] and shares [U] int64, floor [P] and base fp32, all contiguous. One read of the shares, then
     sum(shares) steps of two launches, none of which the host waits for; a step that finds no candidate changes nothing.

@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from bpkv_trt.core.evidence import EvidenceSource, score_entries
+from bpkv_trt.core.evidence import score_entries
+from bpkv_trt.core.evidence_source import EvidenceSource
 from bpkv_trt.core.pooling import neighbour_mean
 from bpkv_trt.core.quota import Quota
 from bpkv_trt.core.rehearsal import carried_over
@@ -16,6 +17,7 @@ from bpkv_trt.core.selection import Selection
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.core.two_stage import two_stage
 from bpkv_trt.policies.base import METHOD_OPTIONS, Policy, Requirement
+from bpkv_trt.policies.evidence import evidence_of
 from bpkv_trt.policies.headwise import HeadwisePolicy
 from bpkv_trt.policies.observation_window import pooled_attention
 from bpkv_trt.pool.view import SequenceView
@@ -65,14 +67,16 @@ class Bpkv(Policy):
 
     def score(self, statistics: ForwardStatistics, view: SequenceView) -> Tensor:
         # in float64: the largest finite scores, of entries that are all that a head attends to, add up to no infinity
-        scores = score_entries(statistics, view, self.traits).double()
+        assert statistics.readout is not None, "the host was not asked for a readout"
+        source = evidence_of(statistics, view, self.traits)
+        scores = score_entries(source, statistics.readout.divergence).double()
         return neighbour_mean(scores, self.config.pooled_rows(statistics.rehearsal is not None)).float()
 
     def select(
         self, scores: Tensor, eligible: Tensor, quota: Quota, statistics: ForwardStatistics, view: SequenceView
     ) -> Selection:
         assert statistics.readout is not None, "the host was not asked for a readout"
-        source, divergence = EvidenceSource(statistics, view, self.traits), statistics.readout.divergence
+        source, divergence = evidence_of(statistics, view, self.traits), statistics.readout.divergence
         if self.config.safeguard:
             eligible = eligible & ~self._secured(eligible, quota, statistics, view)
         return two_stage(scores, eligible, quota, source, divergence, self.config.epsilon, self.config.refine)

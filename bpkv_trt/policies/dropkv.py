@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bpkv_trt.core.budget import Scope
-from bpkv_trt.core.evidence import EvidenceSource
+from bpkv_trt.core.evidence_source import EvidenceSource
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.policies.base import Requirement
 from bpkv_trt.policies.headwise import HeadwisePolicy

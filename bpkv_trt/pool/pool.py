@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,10 +13,14 @@ from bpkv_trt.errors import PoolExhausted, StalePlan
 from bpkv_trt.pool.allocator import EXTENT, PageAllocator
 from bpkv_trt.pool.integrity import check_integrity
 from bpkv_trt.pool.plan import CompactionPlan
-from bpkv_trt.pool.rows import LayerLayout, LayerRows
+from bpkv_trt.pool.rows import KeyValue, LayerLayout, LayerRows
 from bpkv_trt.pool.storage import RowStorage, pages_of
 from bpkv_trt.pool.table import PageTable
 from bpkv_trt.pool.view import SequenceView
+
+if TYPE_CHECKING:  # Triton is optional
+    from bpkv_trt.kernels.paged import PagedCache
+    from bpkv_trt.pool.device_table import DeviceTable
 
 
 @dataclass
@@ -44,7 +49,12 @@ class PagedKvPool:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         poison: bool = False,
+        kernels: bool | None = None,
     ) -> None:
+        """kernels: whether Triton kernels work on it; by default on a GPU. On a CPU they need Triton's interpreter.
+
+        Raises ConfigError where kernels cannot read such rows, or Triton is not there.
+        """
         self.layers, self.kv_heads, self.head_dim = layers, kv_heads, head_dim
         self.pages, self.page_size, self.poison = pages, page_size, poison
         self._storage = RowStorage(pages, page_size, head_dim, dtype, device)
@@ -52,10 +62,16 @@ class PagedKvPool:
         self.row_positions = self._storage.positions  # [pages, page_size] int32, logical; -1 where nothing was written
         self._allocator = PageAllocator(pages)
         self._table = PageTable(layers, kv_heads, page_size)
+        self._device_table = self._make_device_table() if kernels or (kernels is None and self.keys.is_cuda) else None
         self._placements: dict[int, _Placement] = {}
         self._expected_rows: dict[int, int] = {}
         if poison:
             self._storage.poison(np.arange(pages * page_size))
+
+    def _make_device_table(self) -> "DeviceTable":
+        from bpkv_trt.pool.device_table import DeviceTable
+
+        return DeviceTable(self._table, self._storage)
 
     # Sequences
 
@@ -122,6 +138,16 @@ class PagedKvPool:
         self._storage.key_rows[tail[layer]] = k
         self._storage.value_rows[tail[layer]] = v
 
+    def last_rows(self, sequences: Sequence[int]) -> Tensor:
+        """[L, Hkv, B] int64 flat rows of the last token of every sequence, for `write_rows`."""
+        slots = [self._table.slots[sequence] for sequence in sequences]
+        return self._storage.index(np.concatenate([self._table.last_rows(slot, 1) for slot in slots], axis=-1))
+
+    def write_rows(self, rows: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store keys and values [Hkv, B, D], of the pool's type, in flat rows [Hkv, B]."""
+        self._storage.key_rows[rows] = k
+        self._storage.value_rows[rows] = v
+
     def retract(self, sequence: int, count: int) -> None:
         """Take back the last `count` tokens, which every head still holds: their rows and their logical positions."""
         slot, last = self._table.slots[sequence], self.logical_length(sequence) - count
@@ -160,7 +186,10 @@ class PagedKvPool:
                 "Nothing was moved. Admit the sequence and score it again."
             )
         plan.validate(self._table.lengths[slot], self.logical_length(plan.sequence))
-        self._storage.move(*map(self._storage.index, self._table.moves(slot, plan.offsets, plan.rows)))
+        if self._device_table is None:
+            self._storage.move(*map(self._storage.index, self._table.moves(slot, plan.offsets, plan.rows)))
+        else:
+            self._device_table.pack(slot, plan.offsets, plan.rows)
         self._table.lengths[slot] = plan.counts
         freed = self._table.truncate(slot, self._page_counts(plan.counts))
         self._free(freed)
@@ -179,6 +208,17 @@ class PagedKvPool:
             layout = layouts[layer] = LayerLayout.of(self._table.pages[slot, layer], self.page_size)
         lengths = self._table.lengths[slot, layer].tolist()
         return LayerRows(self._storage.key_rows, self._storage.value_rows, layout, lengths)
+
+    def caches(self, sequences: Sequence[int]) -> list["PagedCache"]:
+        """By layer, the rows of several sequences as kernels find them; good until one of these changes."""
+        assert self._device_table is not None, "no kernels work on this pool"
+        return self._device_table.caches([self._table.slots[sequence] for sequence in sequences])
+
+    def gather(self, sequence: int, layer: int, head: NDArray[np.int64], rows: NDArray[np.int64]) -> KeyValue:
+        """(k, v) [n, D] of rows `rows` of heads `head`, copied."""
+        located = self._table.locate(self._table.slots[sequence], layer * self.kv_heads + head, rows)
+        index = self._storage.index(located)
+        return self._storage.key_rows[index], self._storage.value_rows[index]
 
     def view(self, sequence: int) -> SequenceView:
         """What a policy sees of a sequence now."""
@@ -213,6 +253,11 @@ class PagedKvPool:
     def device(self) -> torch.device:
         """Where the rows are."""
         return self.keys.device
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether Triton kernels work on it."""
+        return self._device_table is not None
 
     @property
     def itemsize(self) -> int:

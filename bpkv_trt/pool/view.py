@@ -1,14 +1,18 @@
 """What a policy sees of a sequence."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bpkv_trt.pool.rows import LayerRows
+from bpkv_trt.pool.rows import KeyValue, LayerRows
+
+if TYPE_CHECKING:  # Triton is optional
+    from bpkv_trt.kernels.paged import PagedCache
 
 
 class RowStore(Protocol):
@@ -17,6 +21,13 @@ class RowStore(Protocol):
     def heads(self, sequence: int, layer: int) -> LayerRows: ...
 
     def positions(self, sequence: int, layer: int, head: int) -> Tensor: ...
+
+    def gather(self, sequence: int, layer: int, head: NDArray[np.int64], rows: NDArray[np.int64]) -> KeyValue: ...
+
+    @property
+    def by_kernels(self) -> bool: ...
+
+    def caches(self, sequences: Sequence[int]) -> list["PagedCache"]: ...
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,19 @@ class SequenceView:
     def positions(self, layer: int, head: int) -> Tensor:
         """[n] int32 logical positions of one head's rows, ascending."""
         return self.store.positions(self.sequence, layer, head)
+
+    def gather(self, layer: int, head: NDArray[np.int64], rows: NDArray[np.int64]) -> KeyValue:
+        """(k, v) [n, D] of rows `rows` of heads `head`, copied."""
+        return self.store.gather(self.sequence, layer, head, rows)
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether Triton kernels work on the pool, and `caches` can be asked for."""
+        return self.store.by_kernels
+
+    def caches(self) -> list["PagedCache"]:
+        """By layer, the rows as kernels find them: a batch of one sequence."""
+        return self.store.caches([self.sequence])
 
     def position_table(self) -> Tensor:
         """[L, Hkv, T] int32 logical positions, T the longest length, on the host; -1 beyond a head's end."""

@@ -132,11 +132,19 @@ class Engine:
 
 
 def make_pool(
-    loaded: HostedModel, rows: int, page_size: int, *, caches: int = 1, scratch: int = 0, poison: bool = False
+    loaded: HostedModel,
+    rows: int,
+    page_size: int,
+    *,
+    caches: int = 1,
+    scratch: int = 0,
+    poison: bool = False,
+    kernels: bool | None = None,
 ) -> PagedKvPool:
     """A pool for `caches` sequences of `rows` rows in every layer and head, in the model's dtype and on its device.
 
-    `scratch`: further rows, as `scratch_rows` counts them for what a compaction takes and gives back.
+    `scratch`: further rows, as `scratch_rows` counts them for what a compaction takes and gives back. `kernels`: as
+    `PagedKvPool` takes it.
     """
     traits, parameter = loaded.traits, next(loaded.model.parameters())
     return PagedKvPool(
@@ -148,4 +156,5 @@ def make_pool(
         dtype=parameter.dtype,
         device=parameter.device,
         poison=poison,
+        kernels=kernels,
     )

@@ -1,6 +1,6 @@
 """One forward pass over packed sequences: who takes part, and what attention does in it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -46,29 +46,34 @@ class Chunk:
     observers: Sequence[Observer] = ()
 
 
-@dataclass(frozen=True)
 class AppendStep:
     """Prefill and decode: write the tokens' rows into the pool, then attend to what the pool holds."""
 
-    pool: PagedKvPool
-    traits: ModelTraits
-    chunks: Sequence[Chunk]
-    rope: dict[int, Rope] = field(
-        default_factory=dict
-    )  # per layer, of all packed tokens; only where an observer needs it
+    def __init__(self, pool: PagedKvPool, traits: ModelTraits, chunks: Sequence[Chunk]) -> None:
+        self.pool, self.traits, self.chunks = pool, traits, chunks
+        self.rope: dict[int, Rope] = {}  # per layer, of all packed tokens; only where an observer needs it
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        terms = AttentionTerms.of_layer(self.traits, layer)
-        contexts, start = [], 0
-        for chunk in self.chunks:
-            own = slice(start, start + len(chunk.tokens))
-            self.pool.write(chunk.sequence, layer, k[:, own], v[:, own])
-            contexts.append(attend(q[:, own], self.pool.heads(chunk.sequence, layer), terms))
-            rope = self.rope.get(layer)
+        context = self.write_and_attend(layer, q, k, v)
+        rope = self.rope.get(layer)
+        for chunk, own in self._parts():
             for observer in chunk.observers:
                 observer.see(layer, q[:, own], None if rope is None else (rope[0][own], rope[1][own]))
-            start = own.stop
+        return context
+
+    def write_and_attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As `attend`, shown to nobody: [N, Hq, D]."""
+        terms, contexts = AttentionTerms.of_layer(self.traits, layer), []
+        for chunk, own in self._parts():
+            self.pool.write(chunk.sequence, layer, k[:, own], v[:, own])
+            contexts.append(attend(q[:, own], self.pool.heads(chunk.sequence, layer), terms))
         return (contexts[0] if len(contexts) == 1 else torch.cat(contexts, dim=1)).transpose(0, 1)
+
+    def _parts(self) -> Iterator[tuple[Chunk, slice]]:
+        start = 0
+        for chunk in self.chunks:
+            yield chunk, slice(start, start + len(chunk.tokens))
+            start += len(chunk.tokens)
 
 
 @dataclass(frozen=True)

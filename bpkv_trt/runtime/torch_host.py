@@ -108,7 +108,7 @@ class TorchHost:
         ]
         lengths = torch.tensor([len(chunk.tokens) for chunk in chunks])
         keep = torch.arange(int(lengths.sum())) if every_token else lengths.cumsum(0) - 1
-        step = AppendStep(self.pool, self.traits, chunks)
+        step = self._append_step(chunks)
         needs_rope = any(observer.needs_rope for chunk in chunks for observer in chunk.observers)
         with _rope_kept(self.model, step) if needs_rope else nullcontext():
             logits = self._run(step, [token for chunk in chunks for token in chunk.tokens], torch.cat(positions), keep)
@@ -149,6 +149,13 @@ class TorchHost:
             logits=_finite(logits),
             layer_calls=tuple(calls),
         )
+
+    def _append_step(self, chunks: Sequence[Chunk]) -> AppendStep:
+        if not self.pool.by_kernels or any(len(chunk.tokens) != 1 for chunk in chunks):
+            return AppendStep(self.pool, self.traits, chunks)
+        from bpkv_trt.runtime.decode_step import DecodeStep
+
+        return DecodeStep(self.pool, self.traits, chunks)
 
     def _run(self, step: Step, tokens: Sequence[int], positions: Tensor, keep: Tensor) -> Tensor:
         output = self.model(

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from bpkv_trt.core.attention import attention_weights
-from bpkv_trt.core.evidence import EvidenceSource
+from bpkv_trt.core.evidence_source import EvidenceSource
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])

@@ -5,7 +5,13 @@ from torch.utils._pytree import tree_leaves
 
 from bpkv_trt.core.deletion import HeadAttention, read_shift, retained, singleton_scores
 from bpkv_trt.core.divergence import FisherDivergence, TopKDivergence, position_weights
-from bpkv_trt.core.evidence import EvidenceSource, mask_divergence, mask_shift, score_entries
+from bpkv_trt.core.evidence import mask_divergence, mask_shift, score_entries
+from bpkv_trt.core.evidence_source import EvidenceSource
+
+
+def scored(sequence):
+    source = EvidenceSource(sequence.statistics, sequence.view, sequence.traits)
+    return score_entries(source, sequence.statistics.readout.divergence)
 
 
 def without(sequence, layer, head, row):
@@ -52,7 +58,7 @@ def test_small_retained_mass_keeps_its_digits():
 @pytest.mark.parametrize("sinks", [False, True])
 def test_singleton_scores_match_attending_again_in_float64(sequence_of, kl_of, sinks):
     sequence = sequence_of(layers=1, rows=300, sharpness=3.0, readout_scale=2e-2, sinks=sinks)
-    scores = score_entries(sequence.statistics, sequence.view, sequence.traits)
+    scores = scored(sequence)
     exact = torch.tensor(
         [[[sequence.exact_kl(without(sequence, 0, head, row)) for row in range(300)] for head in range(2)]]
     )
@@ -64,16 +70,14 @@ def test_singleton_scores_match_attending_again_in_float64(sequence_of, kl_of, s
 
 def test_tiles_and_the_last_partial_tile_agree_with_one_pass(sequence_of, monkeypatch):
     sequence = sequence_of(rows=333)
-    whole = score_entries(sequence.statistics, sequence.view, sequence.traits)
+    whole = scored(sequence)
     monkeypatch.setattr("bpkv_trt.core.deletion.TILE_ELEMENTS", 1)
-    torch.testing.assert_close(
-        score_entries(sequence.statistics, sequence.view, sequence.traits), whole, rtol=1e-5, atol=0
-    )
+    torch.testing.assert_close(scored(sequence), whole, rtol=1e-5, atol=0)
 
 
 def test_ragged_heads_are_scored_over_their_own_rows(sequence_of):
     sequence = sequence_of(rows=[[9, 60], [4, 31]])
-    scores = score_entries(sequence.statistics, sequence.view, sequence.traits)
+    scores = scored(sequence)
     assert scores.shape == (2, 2, 60)
     for layer, head, length in ((0, 0, 9), (0, 1, 60), (1, 0, 4), (1, 1, 31)):
         assert (scores[layer, head, length:] == 0).all()
@@ -83,15 +87,15 @@ def test_ragged_heads_are_scored_over_their_own_rows(sequence_of):
 def test_fisher_scores_are_the_square_of_the_read_shift(sequence_of):
     sequence = sequence_of()
     source = EvidenceSource(sequence.statistics, sequence.view, sequence.traits)
-    layer, rows = next(source.rows())
-    held, g = source.attention(layer, 1), rows[:, :, 1]
+    layer, whole = next(source.layers())
+    held, g = source.attention(layer, 1), whole.rows[:, :, 1]
     scores = singleton_scores(held.a, held.c, held.v, g, FisherDivergence(position_weights(4)))
     for row in (0, 7, 55):
         shift = (
             sequence.exact_context(layer, ~without(sequence, layer, 1, row)[layer]).float()
             - (sequence.statistics.context[layer])
         )
-        exact = read_shift(shift[:, 3:].transpose(0, 1), g).square().mean() / 2
+        exact = read_shift(shift[:, 3:].transpose(0, 1)[None], g[:, :, None]).square().mean() / 2
         torch.testing.assert_close(scores[row], exact, rtol=1e-3, atol=1e-12)
 
 
@@ -99,8 +103,8 @@ def test_fisher_scores_are_the_square_of_the_read_shift(sequence_of):
 def test_weighted_scores_are_the_weighted_mean_of_each_positions_own(sequence_of, fisher):
     sequence, drafted = sequence_of(), (1.0, 0.1, 0.1)
     source, p = EvidenceSource(sequence.statistics, sequence.view, sequence.traits), sequence.statistics.topk_p
-    layer, rows = next(source.rows())
-    held, g = source.attention(layer, 1), rows[:, :, 1]
+    layer, whole = next(source.layers())
+    held, g = source.attention(layer, 1), whole.rows[:, :, 1]
 
     def scores(of: slice, weights: torch.Tensor) -> torch.Tensor:
         divergence = FisherDivergence(weights) if fisher else TopKDivergence(p[of], weights)
@@ -165,7 +169,7 @@ def test_no_tensor_of_scoring_grows_faster_than_the_tokens(sequence_of):
     for rows in (2000, 4000):
         sequence = sequence_of(layers=1, kv_heads=1, rows=rows)
         with LargestTensor() as watch:
-            score_entries(sequence.statistics, sequence.view, sequence.traits)
+            scored(sequence)
         largest[rows] = watch.elements
     group, positions, width = 3, 4, 16
     assert largest[4000] <= max(2**19, 4000 * max(group * positions, width))

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from bpkv_trt.core.attention import attention_weights
-from bpkv_trt.core.evidence import EvidenceSource, mask_shift
+from bpkv_trt.core.evidence import mask_shift
+from bpkv_trt.core.evidence_source import EvidenceSource
 from bpkv_trt.core.readout import DirectReadout
 from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.core.topk import topk_distribution

@@ -3,7 +3,8 @@ from itertools import combinations
 import pytest
 import torch
 
-from bpkv_trt.core.evidence import EvidenceSource, mask_divergence, score_entries
+from bpkv_trt.core.evidence import mask_divergence, score_entries
+from bpkv_trt.core.evidence_source import EvidenceSource
 from bpkv_trt.core.quota import Quota
 from bpkv_trt.core.selection import lowest_scores
 from bpkv_trt.core.stability import LEAST_MASS
@@ -16,7 +17,7 @@ class Case:
     def __init__(self, sequence, protected=5):
         self.sequence = sequence
         self.source = EvidenceSource(sequence.statistics, sequence.view, sequence.traits)
-        self.scores = score_entries(sequence.statistics, sequence.view, sequence.traits)
+        self.scores = score_entries(self.source, sequence.statistics.readout.divergence)
         self.divergence = sequence.statistics.readout.divergence
         self.eligible = torch.zeros_like(self.scores, dtype=torch.bool)
         for layer, lengths in enumerate(sequence.view.lengths.tolist()):

@@ -5,9 +5,9 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
+from bpkv_trt.core.candidates import CandidatePool
+from bpkv_trt.core.candidates import choose as choose_in_core
 from bpkv_trt.core.divergence import FisherDivergence, TopKDivergence, position_weights
-from bpkv_trt.core.refinement import CandidatePool
-from bpkv_trt.core.refinement import choose as choose_in_core
 from bpkv_trt.kernels.refinement import choose
 
 

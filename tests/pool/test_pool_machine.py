@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from bpkv_trt.errors import PoolExhausted
 from bpkv_trt.pool import CompactionPlan, PagedKvPool
 
-LAYERS, HEADS, WIDTH, PAGE, PAGES = 2, 2, 2, 4, 24
+LAYERS, HEADS, WIDTH, PAGE, PAGES = 2, 2, 4, 4, 24
 
 
 @dataclass

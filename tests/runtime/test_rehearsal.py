@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.evidence import score_entries
+from bpkv_trt.core.evidence_source import EvidenceSource
 from bpkv_trt.core.rehearsal import Rehearsal, carried_over
 from bpkv_trt.core.running_attention import RunningAttention
 from bpkv_trt.errors import PoolExhausted
@@ -255,7 +256,7 @@ def test_neighbours_share_their_scores_where_nothing_was_rehearsed(make_engine: 
     engine = make_engine("tiny-llama", **OPTIONS)
     view = engine.pool.view(sequence := encoded(engine, prompt))
     statistics = engine.statistics.collect(sequence, 6, engine.trace)
-    alone = score_entries(statistics, view, engine.host.traits).double()
+    alone = score_entries(EvidenceSource(statistics, view, engine.host.traits), statistics.readout.divergence).double()
     rehearsed = replace(statistics, rehearsal=engine.statistics.rehearse(sequence, 25, engine.trace))
     assert torch.equal(engine.compactor.policy.score(rehearsed, view).double(), alone)
     near = [alone[..., max(0, row - 2) : row + 3].sum(-1) / 5 for row in range(90)]
