@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bpkv_trt.core.deletion import DeletionStatistics
 from bpkv_trt.core.divergence import TopKDivergence, position_weights
 from bpkv_trt.core.quota import Quota
 from bpkv_trt.core.selection import lowest_scores
 from bpkv_trt.kernels.compact import compact
 from bpkv_trt.kernels.decode import paged_decode_attention
-from bpkv_trt.kernels.deletion import DeletionStatistics, deletion_statistics, nomination
+from bpkv_trt.kernels.deletion import deletion_statistics, nomination
 from bpkv_trt.kernels.lse import log_sum_exp
 from bpkv_trt.kernels.paged import CacheType, PagedCache
 from bpkv_trt.kernels.refinement import choose

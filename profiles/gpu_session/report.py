@@ -85,10 +85,10 @@ def hosts(records: list[Record]) -> list[str]:
     ]  # fmt: skip
     head = ("pool", "tokens", "sequences", "prefill s", "compaction s", "decode ms", "at 20 % ms", "kept")
     lines = table(head, rows)
-    for each in (record for record in records if "against" in record):
+    for each in (record for record in records if "compared" in record):
         lines.append(
-            f"{each['pool']} against {each['against']}, {each['tokens']} tokens: next-token KL {each['kl_full']:.1e}, "
-            f"after the compaction {each['kl_kept']:.1e}; {each['rows_in_common']:.3f} of the rows in common: "
+            f"{' against '.join(each['compared'])}, {each['tokens']} tokens: next-token KL {each['kl_full']:.1e}, and "
+            f"{each['kl_kept']:.1e} after the compaction; {each['entries']} kept, {each['in_common']:.0%} shared: "
             + ("passed" if each["passed"] else "FAILED")
         )
     return lines

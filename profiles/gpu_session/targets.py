@@ -8,7 +8,7 @@ from profiles.gpu_session.floors import Ceilings, Shape
 from profiles.gpu_session.kernel_times import BATCHES, POSITIONS, REHEARSED, SHAPES, TOP_K
 from profiles.gpu_session.part import Record
 
-DELETIONS = 2  # passes of stage 2: the mask of stage 1, and where the choice begins
+DELETIONS = 5  # passes: is stage 1 stable, its shift, its slopes; and at the boundary before and after the choice
 
 
 @dataclass(frozen=True)
