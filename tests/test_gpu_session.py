@@ -213,3 +213,19 @@ def test_a_library_named_tests_does_not_hide_our_helpers(tmp_path: Path) -> None
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.strip() == str(ROOT / "tests" / "kernels" / "paged_caches.py"), done.stderr
+
+
+def test_without_pydantic_all_but_the_host_runs(tmp_path: Path) -> None:
+    code = """
+import sys
+sys.modules["pydantic"] = None
+from profiles.gpu_session import __main__, ceilings, checks, host_times, kernel_times, kernel_tests, races, sanitizer
+from profiles.gpu_session.part import Missing
+try:
+    next(host_times.measure(None))
+except Missing as reason:
+    print(reason)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert "pydantic" in done.stdout, done.stderr

@@ -24,7 +24,7 @@ from typing import Any
 SCHEMA_VERSION = 1
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = ("torch", "triton", "transformers", "numpy")
-CHECKING = 6  # processes that share the cases of `checks`
+CHECKING, TESTING = 10, 8  # processes that share the cases of `checks`, and the tests: each compiles its kernels
 SLOWER = 5  # caps of a rehearsal, for a machine that others use too
 
 NO_GPU = (
@@ -122,7 +122,6 @@ def file_name(document: dict[str, Any]) -> str:
 
 def stages(seed: int, rehearse: bool) -> Iterator[list[Any]]:
     """Parts that run at the same time, since none of them is timed; and then one by one those that are."""
-    from profiles.gpu_session.kernel_tests import files
     from profiles.gpu_session.kernel_times import SHAPES
     from profiles.gpu_session.runner import Part, module
 
@@ -132,7 +131,7 @@ def stages(seed: int, rehearse: bool) -> Iterator[list[Any]]:
         commands = [module(source or name, share=share, **options) for share in range(shares)]
         return Part(name, seconds, commands)
 
-    first = [part("checks", 120, CHECKING), part("kernel_tests", 120, len(files(rehearse)))]
+    first = [part("checks", 120, CHECKING), part("kernel_tests", 120, 1 if rehearse else TESTING)]
     if not rehearse:  # what will be timed is compiled beside them
         first.append(part("compiled", 120, len(SHAPES), "kernel_times", small=True))
     yield first

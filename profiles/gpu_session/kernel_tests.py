@@ -18,12 +18,16 @@ def files(rehearse: bool) -> list[Path]:
     return [path for path in found if path.name in REHEARSED] if rehearse else found
 
 
-class _Outcomes:
-    """A plugin that counts tests by what became of them."""
+class _Share:
+    """A plugin that runs one share of the tests, since each compiles its kernels, and counts what became of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: int, shares: int) -> None:
+        self.own = slice(share, None, shares)
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
+
+    def pytest_collection_modifyitems(self, items) -> None:  # type: ignore[no-untyped-def]
+        items[:] = items[self.own]
 
     def pytest_runtest_logreport(self, report) -> None:  # type: ignore[no-untyped-def]
         if report.failed:
@@ -37,11 +41,11 @@ def measure(session: Session) -> Iterator[Record]:
         import pytest
     except ImportError:
         raise Missing("pytest is not installed") from None
-    for path in files(session.rehearse)[session.share :: session.shares]:
-        outcomes = _Outcomes()
-        # A warning of another version of torch or Triton is no fault of a kernel.
-        code = pytest.main([str(path), "-q", "-W", "default", "-p", "no:cacheprovider"], plugins=[outcomes])
-        yield {"file": path.name, "exit": int(code), "failures": outcomes.failures, **outcomes.counts}
+    outcomes = _Share(session.share, session.shares)
+    # A warning of another version of torch or Triton is no fault of a kernel.
+    options = ["-q", "-W", "default", "-p", "no:cacheprovider"]
+    code = pytest.main([*map(str, files(session.rehearse)), *options], plugins=[outcomes])
+    yield {"share": session.share, "exit": int(code), "failures": outcomes.failures, **outcomes.counts}
 
 
 if __name__ == "__main__":

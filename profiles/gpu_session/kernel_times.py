@@ -23,13 +23,13 @@ from profiles.gpu_session.floors import Shape, Work
 from profiles.gpu_session.part import Record, Session, run_part
 from profiles.gpu_session.stopwatch import Stopwatch
 
-SHAPES = (
+SHAPES: tuple[Shape, ...] = (
     Shape("Llama-3.1-8B", 32, 8, 128, 32, 8.03e9),
     Shape("Llama-3.1-70B", 64, 8, 128, 80, 70.6e9),
     Shape("Qwen3-8B", 32, 8, 128, 36, 8.19e9),
 )
-LENGTHS = (65536, 32768, 8192, 131072)  # tokens; first what the targets are about
-REHEARSED = ((Shape("rehearsal", 4, 2, 32, 2, 1e6),), (64, 32))
+LENGTHS: tuple[int, ...] = (65536, 32768, 8192, 131072)  # tokens; first what the targets are about
+REHEARSED: tuple[tuple[Shape, ...], tuple[int, ...]] = ((Shape("rehearsal", 4, 2, 32, 2, 1e6),), (64, 32))
 PAGE = 32
 LIST = 16  # page lists are multiples of it: Triton compiles a kernel again for a size that 16 does not divide
 KEPT = 0.2  # of the rows

@@ -124,8 +124,10 @@ def text(document: dict[str, Any]) -> str:
     lines += table(("part", "s"), ((name, f"{part['seconds']:.0f}") for name, part in parts.items()))
     lines += ["", *problems(parts)]
     if of("kernel_tests"):
-        columns = ("file", "passed", "failed", "skipped")
-        lines += table(columns, ([each.get(column, 0) for column in columns] for each in of("kernel_tests")))
+        counts = {
+            name: sum(each.get(name, 0) for each in of("kernel_tests")) for name in ("passed", "failed", "skipped")
+        }
+        lines += ["", "tests/kernels: " + ", ".join(f"{count} {name}" for name, count in counts.items())]
         lines += [f"FAILED {failure}" for each in of("kernel_tests") for failure in each["failures"]]
     if of("checks") or of("races"):
         lines += checks(of("checks") + of("races"))
