@@ -5,9 +5,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-_TESTS = str(Path(__file__).resolve().parents[2] / "tests")  # whose helpers lay out caches
-_found = find_spec("tests")
-if _found is None or _TESTS not in (_found.submodule_search_locations or ()):
-    # A library that installs a package of this name would win over our folder, which has no __init__.py.
-    sys.modules["tests"] = ModuleType("tests")
-    sys.modules["tests"].__path__ = [_TESTS]
+
+def _find_our_tests(folder: str) -> None:
+    """Let `tests` be our folder, whose helpers lay out caches, also beside a library that installs such a package.
+
+    Ours has no __init__.py, so any other would win over it.
+    """
+    if "tests" in sys.modules:
+        return
+    found = find_spec("tests")
+    if found is None or folder not in (found.submodule_search_locations or ()):
+        sys.modules["tests"] = ModuleType("tests")
+        sys.modules["tests"].__path__ = [folder]
+
+
+_find_our_tests(str(Path(__file__).resolve().parents[2] / "tests"))

@@ -29,7 +29,7 @@ SHAPES: tuple[Shape, ...] = (
     Shape("Qwen3-8B", 32, 8, 128, 36, 8.19e9),
 )
 LENGTHS: tuple[int, ...] = (65536, 32768, 8192, 131072)  # tokens; first what the targets are about
-REHEARSED: tuple[tuple[Shape, ...], tuple[int, ...]] = ((Shape("rehearsal", 4, 2, 32, 2, 1e6),), (64, 32))
+REHEARSED: tuple[tuple[Shape, ...], tuple[int, ...]] = ((Shape("rehearsal", 4, 2, 32, 2, 1e6),), (64,))
 PAGE = 32
 LIST = 16  # page lists are multiples of it: Triton compiles a kernel again for a size that 16 does not divide
 KEPT = 0.2  # of the rows
@@ -37,7 +37,7 @@ POSITIONS, TOP_K = 16, 32  # scoring positions, and logits that the distribution
 PROBED = 40  # scoring positions of the default configuration, with one probe each
 BATCHES = (1, 8)
 CHOICES = ((8192, 4096), (128, 64))  # candidates, and how many leave; the last as in the default configuration
-CHOICES_REHEARSED = ((30, 6),)
+CHOICES_REHEARSED = ((30, 2),)
 HEADS = 256  # that the candidates belong to
 REPEATS = 20
 FREE = 0.8  # of the device's free memory, for the cache of all layers

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.runtime.random_models import ARCHITECTURES, COMPACTABLE, engine_of, random_tokens
+from tests.runtime.random_models import ARCHITECTURES, COMPACTABLE, engine_of, random_tokens, wrapped
 from tests.runtime.trail import assert_masked, follow
 
 LENGTHS, STEPS = (70, 9, 41), (20, 3, 9)  # unequal; shorter and longer than the window of 8
@@ -16,7 +16,7 @@ def batch() -> tuple[list[list[int]], list[list[int]]]:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_full_cache_is_the_models_own(name: str) -> None:
-    assert_masked(name, follow(engine_of(name, policy="full"), *batch()))
+    assert_masked(wrapped(name), follow(engine_of(name, policy="full"), *batch()))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -36,13 +36,13 @@ def test_evicted_is_masked(name: str, readout: str, scope: str) -> None:
         assert [event.regime for event in trail.events][:2] == ["prefill", "generation"]
         assert trail.events[0].entries_after < trail.events[0].entries_before
     assert trails[0].events[2].entries_after < trails[0].events[2].entries_before, "generated entries went too"
-    assert_masked(name, trails)
+    assert_masked(wrapped(name), trails)
 
 
 @pytest.mark.parametrize("name", ["llama_bias_rope", "gemma2", "gemma3", "qwen2_sliding"])
 @pytest.mark.parametrize("policy", ["snapkv", "h2o", "expected_attention"])
 def test_evicted_is_masked_by_every_policy_that_needs_statistics(name: str, policy: str) -> None:
-    assert_masked(name, follow(engine_of(name, budget="0.3", policy=policy), *batch()))
+    assert_masked(wrapped(name), follow(engine_of(name, budget="0.3", policy=policy), *batch()))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_model_of_sliding_layers_alone_runs_and_evicts_nothing(options: dict[s
     for trail in trails:
         assert all(event.entries_before == event.entries_after == 0 for event in trail.events)
         assert all(event.note is not None and "every layer" in event.note for event in trail.events)
-    assert_masked("mistral_sliding", trails)
+    assert_masked(wrapped("mistral_sliding"), trails)
 
 
 @pytest.mark.parametrize("name", ["mistral_sliding", "gemma3"])
@@ -64,4 +64,4 @@ def test_rows_behind_the_window_are_freed(name: str) -> None:
     (trail,) = follow(engine, [random_tokens(1, 300)], [random_tokens(2, 5)])
     for layer in engine.host.traits.sliding_layers:
         assert int(engine.pool.lengths(trail.sequence)[layer].max()) < 100
-    assert_masked(name, [trail])
+    assert_masked(wrapped(name), [trail])

@@ -1,9 +1,7 @@
 """The laws that every change keeps, on trained models (L1-L9 of docs/structure.md)."""
 
-import copy
 import gc
 import itertools
-from dataclasses import replace
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -16,31 +14,16 @@ from bpkv_trt.models.modules import rotary
 from bpkv_trt.policies.bpkv import Bpkv
 from bpkv_trt.runtime.engine import Engine
 from tests.runtime.conftest import TRAINED, MakeEngine, loaded, prompt_tokens
-from tests.runtime.masked_reference import MaskedReference
-from tests.runtime.trail import Trail, follow
+from tests.runtime.trail import assert_masked, follow
 
 LENGTHS = (150, 61, 230)  # a batch of unequal prompts
 STEPS = (40, 9, 25)
-BF16_BOUND = 0.08  # of the largest logit: two roundings of 2^-8 apart in every layer
 
 
 def batch(name: str, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
     prompts = [prompt_tokens(name, seed + index, length) for index, length in enumerate(LENGTHS)]
     more = [prompt_tokens(name, seed + 10 + index, 2 * steps)[1 : 1 + steps] for index, steps in enumerate(STEPS)]
     return prompts, more
-
-
-def reference(name: str, dtype: str = "float32") -> MaskedReference:
-    model = loaded(name, dtype)
-    traits = model.traits
-    return MaskedReference(copy.deepcopy(model.model), dict.fromkeys(traits.sliding_layers, traits.sliding_window or 0))
-
-
-def worst_gap(trail: Trail, truth: Tensor) -> float:
-    """The largest difference of any logit after any step, over the largest logit of that step."""
-    return max(
-        float((logits - truth[index]).abs().max() / truth[index].abs().max()) for index, logits in trail.logits.items()
-    )
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -52,9 +35,7 @@ def test_l1_keeping_all_is_the_full_cache_bit_for_bit(make_engine: MakeEngine, n
     for ours, theirs in zip(kept, full, strict=True):
         assert ours.logits.keys() == theirs.logits.keys()
         assert all(torch.equal(ours.logits[index], theirs.logits[index]) for index in ours.logits)
-    bound = 1e-5 if dtype == "float32" else BF16_BOUND
-    for trail in full:
-        assert worst_gap(trail, reference(name, dtype).logits(trail.tokens, trail.hidden_from())) < bound
+    assert_masked(loaded(name, dtype), full)
 
 
 @pytest.mark.parametrize("name", TRAINED)
@@ -65,31 +46,28 @@ def test_l2_evicted_is_masked(make_engine: MakeEngine, name: str, dtype: str, sc
     ahead = {"lookahead": 0} if readout == "direct" else {}  # as on an engine, and by default
     engine = make_engine(name, dtype, scope=scope, readout=readout, budget="0.25", **ahead)
     trails = follow(engine, *batch(name))
-    truth, narrow = reference(name), reference(name, dtype)
     for trail, steps in zip(trails, STEPS, strict=True):
         assert len(trail.events) == 1 + steps // engine.compactor.config.interval
-        masked, bound = truth.logits(trail.tokens, trail.hidden_from()), 1e-5
-        if dtype == "bfloat16":  # no further from the truth than transformers' own eager attention in this type
-            rounded = replace(trail, logits=dict(enumerate(narrow.logits(trail.tokens, trail.hidden_from()))))
-            bound = worst_gap(rounded, masked)
-        assert worst_gap(trail, masked) < bound
+    assert_masked(loaded(name, dtype), trails)
 
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_l2_a_deferred_eviction_is_masked(make_engine: MakeEngine, name: str) -> None:
     engine = make_engine(name, regime="deferred", budget="0.25", defer=5)
     prompts, more = batch(name)
-    for trail in follow(engine, prompts, more):
+    trails = follow(engine, prompts, more)
+    for trail in trails:
         assert [(event.regime, event.step) for event in trail.events] == [("deferred", 5)]
-        assert worst_gap(trail, reference(name).logits(trail.tokens, trail.hidden_from())) < 1e-5
+    assert_masked(loaded(name), trails)
 
 
 @pytest.mark.parametrize("name", TRAINED)
 @pytest.mark.parametrize("policy", ["random", "streaming_llm", "snapkv", "h2o", "expected_attention"])
 def test_l2_holds_for_every_policy(make_engine: MakeEngine, name: str, policy: str) -> None:
-    for trail in follow(make_engine(name, policy=policy, scope="head", budget="0.3"), *batch(name)):
+    trails = follow(make_engine(name, policy=policy, scope="head", budget="0.3"), *batch(name))
+    for trail in trails:
         assert trail.events[0].entries_after < trail.events[0].entries_before
-        assert worst_gap(trail, reference(name).logits(trail.tokens, trail.hidden_from())) < 1e-5
+    assert_masked(loaded(name), trails)
 
 
 @pytest.mark.slow
@@ -104,7 +82,7 @@ def test_l1_and_l2_on_real_models(make_engine: MakeEngine, name: str, length: in
     (trail,) = follow(make_engine(name, **options, budget="0.2"), prompt, more)
     assert [event.regime for event in trail.events] == ["prefill", "generation", "generation"]
     assert trail.events[0].entries_after < trail.events[0].entries_before / 4
-    assert worst_gap(trail, reference(name).logits(trail.tokens, trail.hidden_from())) < 1e-5
+    assert_masked(loaded(name), [trail])
 
 
 @pytest.mark.parametrize("name", TRAINED)

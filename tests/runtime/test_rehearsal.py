@@ -165,7 +165,7 @@ def test_evicted_is_masked(name: str, regime: str) -> None:
     for trail in trails:
         assert trail.events[0].note is None and trail.events[0].entries_after < trail.events[0].entries_before
         assert engine.pool.logical_length(trail.sequence) == len(trail.tokens)
-    assert_masked(name, trails)
+    assert_masked(wrapped(name), trails)
 
 
 # When something goes wrong
