@@ -26,7 +26,7 @@ def trails(name: str, *, kernels: bool, **options: Any) -> list[Trail]:
 def test_a_host_on_kernels_evicts_the_same_and_evicted_is_masked(name: str, readout: str) -> None:
     options = {"readout": readout, "lookahead": 3, "rehearsal": 20, "refine": 6}
     ours, plain = (trails(name, kernels=kernels, **options) for kernels in (True, False))
-    assert_masked(name, ours)
+    assert_masked(wrapped(name), ours)
     assert [event.regime for event in ours[0].events] == ["prefill", "generation", "generation"]
     for mine, other in zip(ours, plain, strict=True):
         for one, two in zip(mine.events, other.events, strict=True):
@@ -39,7 +39,7 @@ def test_a_host_on_kernels_evicts_the_same_and_evicted_is_masked(name: str, read
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "tova"])
 def test_other_policies_see_what_they_see_without_kernels(policy: str) -> None:
     ours, plain = (trails("llama", kernels=kernels, policy=policy, scope="head") for kernels in (True, False))
-    assert_masked("llama", ours)
+    assert_masked(wrapped("llama"), ours)
     for mine, other in zip(ours, plain, strict=True):
         assert mine.events[0].note is None
         assert (mine.hidden_from() != other.hidden_from()).float().mean() < 0.01
