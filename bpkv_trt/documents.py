@@ -101,7 +101,7 @@ def check_directory(path: Path) -> None:
     It may be missing where its parent is there: then it can be made.
     """
     if path.exists() and not path.is_dir():
-        raise InputError(f"The directory {path} for pictures is a file; give the name of a directory.")
+        raise InputError(f"The directory {path} is a file; give the name of a directory.")
     place = path if path.is_dir() else path.parent
     if not place.is_dir():
         raise InputError(f"The directory {place} for {path.name} does not exist; create it first.")

@@ -9,7 +9,6 @@ target that is missed is a finding, no failure.
 
 import argparse
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -17,13 +16,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from bpkv_trt.documents import check_directory, library_versions, usable_cores, write_json
+from bpkv_trt.errors import InputError
+
 SCHEMA_VERSION = 1
 ROOT = Path(__file__).resolve().parents[2]
-LIBRARIES = ("torch", "triton", "transformers", "numpy")
 CHECKING, TESTING = 10, 8  # processes that share the cases of `checks`, and the tests: each compiles its kernels
 SLOWER = 5  # caps of a rehearsal, for a machine that others use too
 
@@ -47,7 +47,12 @@ def main() -> int:
         print(NO_GPU.format(reason=reason), file=sys.stderr)
         return 2
     output = options.output or ROOT / "profiles" / "results"
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        check_directory(output)
+        output.mkdir(exist_ok=True)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
     seed = int(time.time()) if options.seed is None else options.seed
     document = begin(seed, options.rehearse)
     for name, value in (document["machine"] | document["versions"]).items():
@@ -68,17 +73,11 @@ def why_no_gpu() -> str | None:
 
 def begin(seed: int, rehearse: bool) -> dict[str, Any]:
     """A document without results."""
-    versions = {}
-    for library in LIBRARIES:
-        try:
-            versions[library] = version(library)
-        except PackageNotFoundError:
-            versions[library] = "absent"
     return {
         "schema_version": SCHEMA_VERSION,
         "rehearsal": rehearse,
         "machine": machine(rehearse),
-        "versions": {"python": platform.python_version()} | versions,
+        "versions": library_versions(),
         "commit": output_of("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40") or "unknown",
         "seed": seed,
         "parts": {},
@@ -88,7 +87,7 @@ def begin(seed: int, rehearse: bool) -> dict[str, Any]:
 
 def machine(rehearse: bool) -> dict[str, Any]:
     """What times belong to."""
-    facts: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "gpu": None}
+    facts: dict[str, Any] = {"cores": usable_cores(), "gpu": None}
     if rehearse:
         return facts
     import torch
@@ -144,11 +143,11 @@ def stages(seed: int, rehearse: bool) -> Iterator[list[Any]]:
 
 def run(document: dict[str, Any], path: Path, rehearse: bool) -> int:
     """All parts; returns the exit status."""
-    from profiles.gpu_session import documents, report, targets
+    from profiles.gpu_session import report, targets
     from profiles.gpu_session.runner import run_together
 
     environment = os.environ | {"TRITON_INTERPRET": "1" if rehearse else "0"}
-    jobs = max(2, len(os.sched_getaffinity(0)))
+    jobs = max(2, usable_cores())
     with tempfile.TemporaryDirectory() as work:
         for stage in stages(document["seed"], rehearse):
             print(f"running {', '.join(part.name for part in stage)} ...", flush=True)
@@ -159,7 +158,7 @@ def run(document: dict[str, Any], path: Path, rehearse: bool) -> int:
             times["records"] = report.with_floors(times["records"], known)
             judged = targets.judged(ceilings["records"], times["records"])
             document["targets"] = [target.record() for target in judged]
-            documents.write(path, document)
+            write_json(path, document)
     text = report.text(document)
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)

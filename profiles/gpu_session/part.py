@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from profiles.gpu_session import documents
+from bpkv_trt.documents import write_json
 
 Record = dict[str, Any]
 
@@ -59,6 +59,6 @@ def run_part(measure: Callable[[Session], Iterator[Record]]) -> None:
     try:
         for record in measure(session):
             records.append(record)
-            documents.write(session.output, {"records": records})
+            write_json(session.output, {"records": records})
     except Missing as reason:
-        documents.write(session.output, {"records": records, "skipped": str(reason)})
+        write_json(session.output, {"records": records, "skipped": str(reason)})
