@@ -9,7 +9,7 @@ from bpkv_trt.kernels.launch import launch
 from bpkv_trt.kernels.lse import attention_logits, expect_queries
 from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets, tile_rows
 
-TILE = 64  # rows at a time, at most: with V, and both while the next ones come, 64 KiB, which every target has
+TILE = 64  # rows of K at a time, at most: with V, and both while the next ones come, 64 KiB, which every target has
 ROWS_PER_SPLIT = 4 * TILE  # at least: with less, reading what the others found costs as much as the rows
 MAX_SPLITS = 128  # what the combining kernel holds in registers
 RESIDENT = 2  # programs on a multiprocessor at a time

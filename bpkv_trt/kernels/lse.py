@@ -11,6 +11,7 @@ from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets, tile_rows
 from bpkv_trt.kernels.positions import PositionBlocks, block_rows, sees
 
 TILE = 128  # rows of K at a time, at most
+LOGITS = 4096  # at a time, at most: what the registers of 4 warps hold on every target
 TILES_PER_SPLIT = 4  # at least, so that a partial costs little beside its rows
 MOST_SPLITS = 128  # with 8 KV heads that is over 7 programs for each multiprocessor of the largest GPUs
 COMBINED_COLUMNS = 32
@@ -62,7 +63,7 @@ def log_sum_exp(
         **cache.constants,
         TYPE=cache.type.operand(q.dtype),
         SOFTCAP=softcap,
-        TILE=tile_rows(TILE, width, q.dtype),
+        TILE=tile_rows(min(TILE, LOGITS // (blocks.size * blocks.padded_group)), width, q.dtype),
         warps=4,
     )
     launch(
@@ -136,10 +137,12 @@ def partial_log_sum_exp(
     if block * BLOCK >= positions:
         return
     position, head, exists = block_rows(block, positions, kv_head, GROUP, PADDED_GROUP, BLOCK)
-    place = (first + position).to(tl.int64) * (KV_HEADS * GROUP) + head
+    # Only what is the same for a whole program is counted in int64.
+    q += first.to(tl.int64) * (KV_HEADS * GROUP * D)
+    pair = position * (KV_HEADS * GROUP) + head
     column = tl.arange(0, WIDTH)
     query_mask = exists[:, None] & (column < D)[None, :]
-    queries = tl.load(q + place[:, None] * D + column[None, :], mask=query_mask, other=0.0).to(TYPE)
+    queries = tl.load(q + pair[:, None] * D + column[None, :], mask=query_mask, other=0.0).to(TYPE)
 
     length = tl.load(lengths + sequence * KV_HEADS + kv_head)
     pages = key_pages + sequence * sequence_stride + kv_head * head_stride
@@ -162,7 +165,8 @@ def partial_log_sum_exp(
         base = tl.where(largest == -INFINITY, 0.0, largest)  # nothing seen yet: no inf - inf
         total = total * tl.exp(before - base) + tl.sum(tl.exp(logits - base[None, :]), axis=0)
     partial = largest + tl.log(tl.where(total == 0, 1.0, total))
-    tl.store(partials + split.to(tl.int64) * rows * (KV_HEADS * GROUP) + place, partial, mask=exists)
+    partials += (split.to(tl.int64) * rows + first) * (KV_HEADS * GROUP)
+    tl.store(partials + pair, partial, mask=exists)
 
 
 @triton.jit

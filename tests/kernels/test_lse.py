@@ -38,7 +38,7 @@ def test_it_is_that_of_the_rows_each_position_sees(device, shape):
 
 
 def test_positions_beyond_one_block_and_rows_beyond_one_split(device):
-    # 40 positions of 4 query heads are 3 blocks; 1100 rows are 9 tiles, in 3 splits.
+    # 40 positions of 4 query heads are 3 blocks; 1100 rows are 18 tiles, in 3 splits.
     attended = Attended.random([[1100], [40]], [40, 1], device=device, group=4, sharpness=8.0)
     result, truth = kernel_and_truth(attended)
     torch.testing.assert_close(result.double(), truth, rtol=5e-7, atol=2e-6)
