@@ -1,0 +1,139 @@
+"""A make-believe accelerator: a device whose memory is the CPU's, and which tensors of the CPU must not meet.
+
+What runs on it is what runs on the CPU, to the bit, and an operation whose operands lie on both is refused by the rules
+that CUDA has. Nothing is registered: outside of `with Accelerator():` there is no such device.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+# Autograd runs a device's part of the graph on a thread of the device's, but that of `lazy` with the CPU's; and no
+# kernel of PyTorch's own is for it.
+DEVICE = torch.device("lazy", 0)
+COPIES = {aten.copy_.default}  # between any devices
+INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
+NUMBERS = {aten.fill_.Tensor, aten.masked_fill.Tensor, aten.masked_fill_.Tensor}  # beside all that is pointwise
+
+
+class DeviceMix(RuntimeError):
+    """An operation was given tensors of two devices."""
+
+
+class Accelerator(TorchDispatchMode):
+    """Within, `DEVICE` can be given wherever PyTorch takes a device."""
+
+    def __enter__(self) -> "Accelerator":
+        self._lifted = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes it on the CPU, then moves it
+        self._settings = ExitStack()
+        # PyTorch chooses between kinds of attention by device, and only the plain one is on every device.
+        self._settings.enter_context(sdpa_kernel(SDPBackend.MATH))
+        # transformers asks by device, and PyTorch knows not of this one
+        self._settings.enter_context(patch("torch.is_autocast_enabled", return_value=False))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._settings.close()
+        torch._C._set_only_lift_cpu_tensors(self._lifted)
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _run(operation, args, kwargs or {})
+
+
+class AcceleratorTensor(Tensor):
+    """A tensor on `DEVICE`; `near` holds its numbers."""
+
+    near: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, near: Tensor) -> "AcceleratorTensor":
+        tensor: AcceleratorTensor = Tensor._make_wrapper_subclass(
+            cls, near.shape, near.stride(), near.storage_offset(), dtype=near.dtype, device=DEVICE
+        )
+        tensor.near = near
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _run(operation, args, kwargs or {})
+
+    def tolist(self) -> Any:
+        """Copied to the CPU, as from any device; PyTorch has it not for subclasses."""
+        return self.cpu().tolist()
+
+
+def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    operands = [*_tensors(args), *_tensors(kwargs.values())]
+    here = [isinstance(operand, AcceleratorTensor) for operand in operands]
+    accelerated, given = any(here), kwargs.get("device")
+    if given is not None:
+        accelerated = torch.device(given).type == DEVICE.type
+        kwargs = {**kwargs, "device": torch.device("cpu")} if accelerated else kwargs
+    if accelerated and kwargs.get("generator") is not None:
+        raise DeviceMix(f"{operation} draws on {DEVICE} with a generator of the CPU")
+    if any(here) and not all(here) and operation not in COPIES:
+        _check_devices(operation, args, operands)
+    result = operation(*_near(args), **{name: _near(value) for name, value in kwargs.items()})
+    if _in_place(operation):
+        assert args[0].shape == _near(args[0]).shape, f"{operation} changes the shape of its operand"
+        return args[0]
+    return _accelerated(result) if accelerated else result
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _near(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(map(_near, value))
+    return value.near if isinstance(value, AcceleratorTensor) else value
+
+
+def _accelerated(result: Any) -> Any:
+    if isinstance(result, list | tuple):
+        return type(result)(map(_accelerated, result))
+    return AcceleratorTensor(result) if isinstance(result, Tensor) else result
+
+
+@cache
+def _in_place(operation: Any) -> bool:
+    """Whether what an operation returns is its first operand."""
+    returned = operation._schema.returns
+    return len(returned) == 1 and returned[0].alias_info is not None and returned[0].alias_info.is_write
+
+
+def _check_devices(operation: Any, args: tuple[Any, ...], operands: Sequence[Tensor]) -> None:
+    """Raise DeviceMix where CUDA would: a CPU tensor beside the accelerator's, unless it is an index or a number."""
+    own = isinstance(args[0], AcceleratorTensor)
+    numbers = torch.Tag.pointwise in operation.tags or operation in NUMBERS | INDEXING
+    indices = list(_tensors(args[1])) if operation in INDEXING and own else []
+    excused = [*indices, *(operand for operand in operands if operand.dim() == 0 and numbers)]
+    refused = [each for each in operands if not isinstance(each, AcceleratorTensor) and not _among(each, excused)]
+    if refused or (_in_place(operation) and not own):
+        found = ", ".join(f"{each.device.type} {tuple(each.shape)}" for each in operands)
+        raise DeviceMix(f"{operation} was given tensors of two devices: {found}")
+
+
+def _among(tensor: Tensor, others: Iterable[Tensor]) -> bool:
+    return any(tensor is other for other in others)
