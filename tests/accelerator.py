@@ -4,8 +4,10 @@ What runs on it is what runs on the CPU, to the bit, and an operation whose oper
 that CUDA has. Nothing is registered: outside of `with Accelerator():` there is no such device.
 """
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from bpkv_trt.models.loading import LoadedModel
 
 aten = torch.ops.aten
 
@@ -36,8 +40,7 @@ class Accelerator(TorchDispatchMode):
         self._lifted = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes it on the CPU, then moves it
         self._settings = ExitStack()
-        # PyTorch chooses between kinds of attention by device, and only the plain one is on every device.
-        self._settings.enter_context(sdpa_kernel(SDPBackend.MATH))
+        self._settings.enter_context(plain_attention())
         # transformers asks by device, and PyTorch knows not of this one
         self._settings.enter_context(patch("torch.is_autocast_enabled", return_value=False))
         return super().__enter__()
@@ -137,3 +140,15 @@ def _check_devices(operation: Any, args: tuple[Any, ...], operands: Sequence[Ten
 
 def _among(tensor: Tensor, others: Iterable[Tensor]) -> bool:
     return any(tensor is other for other in others)
+
+
+def accelerated(loaded: LoadedModel) -> LoadedModel:
+    """A copy of a model, on `DEVICE`."""
+    return replace(loaded, model=copy.deepcopy(loaded.model).to(DEVICE))
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """PyTorch chooses between kinds of attention by device; this is the one that every device has."""
+    with sdpa_kernel(SDPBackend.MATH):
+        yield

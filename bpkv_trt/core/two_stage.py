@@ -73,14 +73,15 @@ def admissible_lowest(problem: SelectionProblem, epsilon: float) -> tuple[Select
 
 def _walk_units(problem: SelectionProblem, accepted: Tensor, pending: Tensor, floor: Tensor) -> None:
     # Fills accepted [L, Hkv, T] for the heads of pending [U] units.
-    unit, evict = problem.quota.unit, problem.quota.evict
+    unit = problem.quota.unit
     walking = (unit >= 0) & pending[unit] & problem.eligible.any(-1)
+    owners, floors, quotas = unit.tolist(), floor.tolist(), problem.quota.evict.tolist()
     for layer, head in walking.nonzero().tolist():
-        owner = unit[layer, head]
+        owner = owners[layer][head]
         rows = problem.eligible[layer, head].nonzero().squeeze(1)
         order = rows[problem.scores[layer, head, rows].argsort(stable=True)]
         a = problem.source.attention(layer, head).a
-        taken = admissible_walk(a, order, float(floor[owner]), int(evict[owner]))
+        taken = admissible_walk(a, order, floors[owner], quotas[owner])
         accepted[layer, head, : taken.shape[0]] = taken
 
 
