@@ -21,8 +21,8 @@ from bpkv_trt.models.loading import LoadedModel
 
 aten = torch.ops.aten
 
-# Autograd runs a device's part of the graph on a thread of the device's, but that of `lazy` with the CPU's; and no
-# kernel of PyTorch's own is for it.
+# A name that PyTorch knows and has no kernels for. Of such devices autograd would run their part of a graph on a thread
+# of theirs, but for this one, which it takes with the CPU.
 DEVICE = torch.device("lazy", 0)
 COPIES = {aten.copy_.default}  # between any devices
 INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
@@ -60,7 +60,7 @@ class AcceleratorTensor(Tensor):
     """A tensor on `DEVICE`; `near` holds its numbers."""
 
     near: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, near: Tensor) -> "AcceleratorTensor":
@@ -82,21 +82,22 @@ class AcceleratorTensor(Tensor):
 
 
 def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on the CPU, as if every `AcceleratorTensor` were elsewhere."""
     operands = [*_tensors(args), *_tensors(kwargs.values())]
-    here = [isinstance(operand, AcceleratorTensor) for operand in operands]
-    accelerated, given = any(here), kwargs.get("device")
+    far = [isinstance(operand, AcceleratorTensor) for operand in operands]
+    result_far, given = any(far), kwargs.get("device")
     if given is not None:
-        accelerated = torch.device(given).type == DEVICE.type
-        kwargs = {**kwargs, "device": torch.device("cpu")} if accelerated else kwargs
-    if accelerated and kwargs.get("generator") is not None:
+        result_far = torch.device(given).type == DEVICE.type
+        kwargs = {**kwargs, "device": torch.device("cpu")} if result_far else kwargs
+    if result_far and kwargs.get("generator") is not None:
         raise DeviceMix(f"{operation} draws on {DEVICE} with a generator of the CPU")
-    if any(here) and not all(here) and operation not in COPIES:
+    if any(far) and not all(far) and operation not in COPIES:
         _check_devices(operation, args, operands)
     result = operation(*_near(args), **{name: _near(value) for name, value in kwargs.items()})
     if _in_place(operation):
         assert args[0].shape == _near(args[0]).shape, f"{operation} changes the shape of its operand"
         return args[0]
-    return _accelerated(result) if accelerated else result
+    return _far(result) if result_far else result
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -113,10 +114,10 @@ def _near(value: Any) -> Any:
     return value.near if isinstance(value, AcceleratorTensor) else value
 
 
-def _accelerated(result: Any) -> Any:
-    if isinstance(result, list | tuple):
-        return type(result)(map(_accelerated, result))
-    return AcceleratorTensor(result) if isinstance(result, Tensor) else result
+def _far(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(map(_far, value))
+    return AcceleratorTensor(value) if isinstance(value, Tensor) else value
 
 
 @cache
@@ -128,12 +129,12 @@ def _in_place(operation: Any) -> bool:
 
 def _check_devices(operation: Any, args: tuple[Any, ...], operands: Sequence[Tensor]) -> None:
     """Raise DeviceMix where CUDA would: a CPU tensor beside the accelerator's, unless it is an index or a number."""
-    own = isinstance(args[0], AcceleratorTensor)
+    own, needs_own = isinstance(args[0], AcceleratorTensor), _in_place(operation) or operation in INDEXING
     numbers = torch.Tag.pointwise in operation.tags or operation in NUMBERS | INDEXING
     indices = list(_tensors(args[1])) if operation in INDEXING and own else []
     excused = [*indices, *(operand for operand in operands if operand.dim() == 0 and numbers)]
     refused = [each for each in operands if not isinstance(each, AcceleratorTensor) and not _among(each, excused)]
-    if refused or (_in_place(operation) and not own):
+    if refused or (needs_own and not own):
         found = ", ".join(f"{each.device.type} {tuple(each.shape)}" for each in operands)
         raise DeviceMix(f"{operation} was given tensors of two devices: {found}")
 

@@ -178,9 +178,9 @@ def test_comparisons() -> None:
         assert measured(cell) == pytest.approx(measured(other), rel=1e-4, abs=1e-9)
 
 
-def measured(cell: dict[str, Any]) -> dict[str, float | None]:
+def measured(cell: dict[str, Any]) -> dict[str, float]:
     names = ("future_kl_mean", "top1", "entries_after", "pages_freed", "estimated_kl", "one_step_kl")
-    return {name: cell[name] for name in names}
+    return {name: cell[name] or 0.0 for name in names}
 
 
 def test_estimates() -> None:
