@@ -33,7 +33,7 @@ class CandidatePool:
 
     def evict(self, index: int) -> None:
         """Let one entry go: c'' = c' + a / (s - a) (c' - v), s'' = s - a."""
-        owner = self.owner[index]
+        owner = int(self.owner[index])
         left = self.mass[owner] - self.a[index]
         weight = (self.a[index] / left).T.unsqueeze(1)  # [M, 1, G]
         self.contexts[owner] += weight * (self.contexts[owner] - self.values[index])
@@ -65,7 +65,7 @@ def choose(
         base = base + shifts[best]
         pool.evict(best)
         chosen[best] = True
-        remaining[unit[best]] -= 1
+        remaining[int(unit[best])] -= 1
         affected = (pool.owner == pool.owner[best]).nonzero().squeeze(1)
         shifts[affected] = pool.shifts(affected)
     return chosen, base

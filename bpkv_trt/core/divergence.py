@@ -93,7 +93,7 @@ class FisherDivergence:
 
 
 def position_weights(positions: int, drafted: Sequence[float] = (), device: torch.device | str = "cpu") -> Tensor:
-    """[M] fp32, summing to 1: equal ones, but that the last positions have those of `drafted`, relative to 1."""
+    """[M] fp32 on `device`, summing to 1: equal, but that the last positions have those of `drafted`, relative to 1."""
     weights = torch.ones(positions, device=device)
     if drafted:
         weights[-len(drafted) :] = torch.tensor(drafted, device=device)

@@ -11,7 +11,10 @@ from bpkv_trt.core.budget import ResolvedBudget, Scope, allocate
 
 @dataclass(frozen=True)
 class Quota:
-    """How many entries to evict, by unit: the heads that compete with one another share a unit."""
+    """How many entries to evict, by unit: the heads that compete with one another share a unit.
+
+    Lies where the entries' scores do.
+    """
 
     unit: Tensor  # [L, Hkv] int64, the unit of every head; -1 for heads outside the budget
     evict: Tensor  # [U] int64
@@ -34,8 +37,11 @@ def quotas(
     compactable: Sequence[int],
     layer_weights: Sequence[float] | None = None,
     layer_counts: Sequence[int] | None = None,
+    device: torch.device | str = "cpu",
 ) -> Quota:
     """How many entries every unit must evict to reach the budget from `lengths` [L, Hkv], the rows each head has now.
+
+    Counted on the CPU, where `lengths` is; the result lies on `device`.
 
     With `layer_weights` (one per layer of the model) layers keep rows in proportion to them, never below the protected
     rows and never above the sequence; in `global` scope counts follow the scores, so the weights do not enter here.
@@ -54,7 +60,7 @@ def quotas(
         assert len(layer_weights) == lengths.shape[0]
         weights = [layer_weights[layer] for layer in compactable]
         keep = torch.tensor(allocate(int(keep.sum()), weights, resolved.protected, resolved.tokens))
-    rows = lengths.to("cpu", torch.int64)[layers]  # [compactable, Hkv]
+    rows = lengths.long()[layers]  # [compactable, Hkv]
     counted = torch.zeros(lengths.shape, dtype=torch.int64).index_copy_(0, layers, rows)
     match scope:
         case "head":
@@ -68,4 +74,4 @@ def quotas(
             surplus = (rows.sum() - heads * keep.sum())[None]
     surplus = surplus.clamp(min=0)
     assert int(rows.sum() - surplus.sum()) <= resolved.total, "more would stay than the budget has"
-    return Quota(*(part.to(lengths.device) for part in (unit, surplus, counted)))
+    return Quota(*(part.to(device) for part in (unit, surplus, counted)))

@@ -116,7 +116,7 @@ class DirectReadout:
 def fisher_probes(p: Tensor, probes: int, generator: torch.Generator) -> Tensor:
     """Random directions whose second moment is the Fisher matrix diag(p) - p p^T: xi = p^1/2 e - p (p^1/2 . e).
 
-    p [M, K] fp32; `generator` lives on the CPU so that a CPU and a GPU draw the same. Returns [M, R, K].
+    p [M, K] fp32; `generator` lives on the CPU so that a CPU and a GPU draw the same. Returns [M, R, K], where p is.
     """
     noise = torch.randn(p.shape[0], probes, p.shape[1], generator=generator).to(p.device)
     scaled = noise * p.sqrt().unsqueeze(1)

@@ -41,7 +41,7 @@ class QueryMoments:
 
 @dataclass(frozen=True)
 class ForwardStatistics:
-    """One sequence at its scoring positions: the last M logical positions.
+    """One sequence at its scoring positions: the last M logical positions. All of it lies on the cache's device.
 
     The first seven fields are what every host supplies (a TensorRT engine outputs exactly these); the optional ones
     are there when the policy's `requires` asked for them.

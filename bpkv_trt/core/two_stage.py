@@ -74,18 +74,19 @@ def admissible_lowest(problem: SelectionProblem, epsilon: float) -> tuple[Select
 
 def _walk_units(problem: SelectionProblem, accepted: Tensor, pending: Tensor, floor: Tensor) -> None:
     # Fills accepted [L, Hkv, T] for the heads of pending [U] units.
-    unit, evict, eligible = problem.quota.unit, problem.quota.evict, problem.eligible
+    unit, eligible = problem.quota.unit, problem.eligible
     walking = (unit >= 0) & pending[unit] & eligible.any(-1)
+    owners, floors, quotas = unit.tolist(), floor.tolist(), problem.quota.evict.tolist()
     for layer in walking.any(-1).nonzero().flatten().tolist():
         least = floor[unit[layer]].clamp_min(LEAST_MASS)[:, None, None]
         stable = (problem.source.retained_mass(layer, eligible[layer]) >= least).flatten(1).all(1)  # whatever goes
         accepted[layer] |= eligible[layer] & (walking[layer] & stable).unsqueeze(-1)
         for head in (walking[layer] & ~stable).nonzero().flatten().tolist():
-            owner = unit[layer, head]
             rows = eligible[layer, head].nonzero().squeeze(1)
             order = rows[problem.scores[layer, head, rows].argsort(stable=True)]
             a = problem.source.attention(layer, head).a
-            taken = admissible_walk(a, order, float(floor[owner]), int(evict[owner]))
+            owner = owners[layer][head]
+            taken = admissible_walk(a, order, floors[owner], quotas[owner])
             accepted[layer, head, : taken.shape[0]] = taken
 
 

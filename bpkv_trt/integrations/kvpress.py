@@ -133,7 +133,7 @@ class BpkvPress(BasePress):  # type: ignore[misc]
                 self.events.append(event)
                 kept.append(engine.pool.view(sequence).position_table().long())
                 engine.close(sequence)
-        return torch.stack(kept).to(tokens.device)
+        return torch.stack(kept)
 
     def _count(self, length: int) -> int:
         """Tokens per head to keep of `length`."""

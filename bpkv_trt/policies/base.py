@@ -60,7 +60,8 @@ class Policy(ABC):
         """Score every entry of one sequence.
 
         Returns [L, Hkv, T] fp32 with T the longest physical length; what lies beyond a head's own length, and rows
-        of layers that are not compactable, is ignored by the caller.
+        of layers that are not compactable, is ignored by the caller. All that is given lies on the pool's device, and
+        so must what is returned.
         """
 
     def layer_counts(self, budget: ResolvedBudget, layers: int) -> Sequence[int] | None:

@@ -24,6 +24,5 @@ class H2o(Policy):
     requires: ClassVar[frozenset[Requirement]] = frozenset({"received_attention"})
 
     def score(self, statistics: ForwardStatistics, view: SequenceView) -> Tensor:
-        received = statistics.received_attention
-        assert received is not None, "the host was not asked for received attention"
-        return received.to(statistics.q.device)
+        assert statistics.received_attention is not None, "the host was not asked for received attention"
+        return statistics.received_attention

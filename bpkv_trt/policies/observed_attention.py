@@ -21,4 +21,4 @@ class ObservedAttention(H2o):
 
     def score(self, statistics: ForwardStatistics, view: SequenceView) -> Tensor:
         received = super().score(statistics, view)
-        return received / (view.logical_length - view.position_table()).to(received.device)
+        return received / (view.logical_length - view.position_table())

@@ -21,4 +21,4 @@ class StreamingLlm(Policy):
     scopes: ClassVar[tuple[Scope, ...]] = ("head", "layer", "global")
 
     def score(self, statistics: ForwardStatistics, view: SequenceView) -> Tensor:
-        return view.position_table().to(statistics.q.device).float()
+        return view.position_table().float()

@@ -32,7 +32,7 @@ class Tova(Policy):
         scores = torch.zeros(*view.lengths.shape, int(view.lengths.max()), device=statistics.q.device)
         for layer in self.traits.compactable_layers:
             received = scores.new_zeros(view.logical_length)  # by token
-            tokens = [view.positions(layer, head).long().to(scores.device) for head in range(self.traits.kv_heads)]
+            tokens = [view.positions(layer, head).long() for head in range(self.traits.kv_heads)]
             for head, held in enumerate(tokens):
                 received[held] += source.attention(layer, head).a[:, -1].sum(0)
             received /= self.traits.query_heads

@@ -25,6 +25,9 @@ class RowStore(Protocol):
     def gather(self, sequence: int, layer: int, head: NDArray[np.int64], rows: NDArray[np.int64]) -> KeyValue: ...
 
     @property
+    def device(self) -> torch.device: ...
+
+    @property
     def by_kernels(self) -> bool: ...
 
     def caches(self, sequences: Sequence[int]) -> list["PagedCache"]: ...
@@ -32,7 +35,10 @@ class RowStore(Protocol):
 
 @dataclass(frozen=True)
 class SequenceView:
-    """One sequence as it is now: lengths are a snapshot, rows are read from the pool. Drop it when the pool changes."""
+    """One sequence as it is now: lengths are a snapshot, rows are read from the pool. Drop it when the pool changes.
+
+    Lengths are the host's; every tensor lies on the pool's device.
+    """
 
     sequence: int
     lengths: NDArray[np.int32]  # [L, Hkv] rows held
@@ -65,9 +71,10 @@ class SequenceView:
         return self.store.caches([self.sequence])
 
     def position_table(self) -> Tensor:
-        """[L, Hkv, T] int32 logical positions, T the longest length, on the host; -1 beyond a head's end."""
+        """[L, Hkv, T] int32 logical positions, T the longest length; -1 beyond a head's end."""
         layers, heads = self.lengths.shape
-        table = torch.full((layers, heads, int(self.lengths.max())), -1, dtype=torch.int32)
+        longest = int(self.lengths.max())
+        table = torch.full((layers, heads, longest), -1, dtype=torch.int32, device=self.store.device)
         for layer, head in np.ndindex(layers, heads):
             table[layer, head, : self.lengths[layer, head]] = self.positions(layer, head)
         return table

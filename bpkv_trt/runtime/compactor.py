@@ -155,7 +155,7 @@ class Compactor:
 
     def _answer_demand(self, sequence: int) -> Demand:
         prompt = self.requests[sequence].prompt_length
-        counted = (self.pool.view(sequence).position_table() >= prompt).sum(-1)
+        counted = (self.pool.view(sequence).position_table() >= prompt).sum(-1).cpu()
         longest = self.pool.logical_length(sequence) - prompt
         budget = self._resolve(self.config.generation_budget, longest, self.config.recent)
         return Demand("generation", budget, counted, prompt, self.config.positions)
@@ -216,8 +216,8 @@ class Compactor:
         compactable = self.traits.compactable_layers
         weights = None if self.table is None else self.table.layer_weights
         shares = self.policy.layer_counts(demand.budget, len(compactable))
-        counted = demand.counted.to(self.pool.device)
-        return quotas(demand.budget, self.config.scope, counted, compactable, weights, shares)
+        given = demand.budget, self.config.scope, demand.counted, compactable, weights, shares
+        return quotas(*given, self.pool.device)
 
     def _choose(self, sequence: int, demand: Demand, quota: Quota) -> _Choice | int:
         """What goes, or how many scores are NaN or Inf. Drafted tokens are scoring positions, and never counted."""
@@ -259,7 +259,7 @@ class Compactor:
         eligible = (positions >= first) & (positions < end)
         for layer in self.traits.sliding_layers:
             eligible[layer] = False
-        return eligible.to(self.pool.device)
+        return eligible
 
     def _unchanged(self, sequence: int, regime: Regime, note: str, clamped: bool = False) -> CompactionEvent:
         entries, size = self.size_of(sequence)

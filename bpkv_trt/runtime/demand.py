@@ -14,7 +14,7 @@ class Demand:
 
     regime: Regime
     budget: ResolvedBudget
-    counted: Tensor  # [L, Hkv] rows that the budget counts
+    counted: Tensor  # [L, Hkv] rows that the budget counts, on the CPU
     first: int  # the first logical position that may go; the recent window bounds them from above
     positions: int  # scoring positions among the tokens of the sequence
     lookahead: int = 0  # further ones, drafted

@@ -36,7 +36,7 @@ class ExactReadout:
         self.divergence = FisherDivergence(position_weights)
         self.rows: dict[int, Tensor] = {}
         generator = torch.Generator().manual_seed(seed)
-        xi = fisher_probes(topk_p.cpu(), probes, generator).to(host.device)  # [M, R, K]
+        xi = fisher_probes(topk_p, probes, generator)  # [M, R, K]
         head = final_readout(replay.residual, topk_ids, topk_p, host.traits, host.weights)  # [M, K, d]
         cotangent = (xi @ head).transpose(0, 1)[:, None].to(replay.residual.dtype)  # [R, 1, M, d]
         layers = decoder_layers(host.model)

@@ -47,7 +47,8 @@ class Sampler:
         """logits [V] fp32 -> a token id."""
         if self.params.temperature == 0:
             return int(logits.argmax())
-        scaled = (logits.cpu().double() - logits.max().item()) / self.params.temperature  # never +inf
+        logits = logits.cpu().double()
+        scaled = (logits - logits.max()) / self.params.temperature  # never +inf
         p, ids = torch.softmax(scaled, dim=-1).sort(descending=True, stable=True)
         nucleus = p.cumsum(0) - p < self.params.top_p  # the smallest set that holds top_p
         return int(ids[torch.multinomial(p * nucleus, 1, generator=self.generator)])

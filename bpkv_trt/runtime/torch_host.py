@@ -128,7 +128,7 @@ class TorchHost:
         step = ReplayStep(self.pool, self.traits, sequence, evicted)
         tokens = self.tokens[sequence][-count:]
         length = self.pool.logical_length(sequence)
-        positions = torch.arange(length - count, length)
+        positions = torch.arange(length - count, length, device=self.device)
         residuals: list[Tensor] = []
         calls: list[LayerCall] = []
 

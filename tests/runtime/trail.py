@@ -36,7 +36,7 @@ class Trail:
         gone = torch.ones(*view.lengths.shape, len(self.tokens), dtype=torch.bool)
         for layer in range(gone.shape[0]):
             for head in range(gone.shape[1]):
-                gone[layer, head, view.positions(layer, head).long()] = False
+                gone[layer, head, view.positions(layer, head).long().cpu()] = False
         gone[sorted(self.engine.host.traits.sliding_layers)] = False  # the window hides these by itself
         self.evicted_at.append((len(self.tokens), gone))
         self.engine.pool.check_integrity()

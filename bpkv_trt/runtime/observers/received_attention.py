@@ -17,7 +17,8 @@ from bpkv_trt.runtime.step import Rope
 class ReceivedAttention:
     """Running scores of every entry of one sequence, by any number of rules over the same attention weights.
 
-    A rule's score of a head covers the rows up to the last query that counted for it; newer rows have none yet.
+    A rule's score of a head covers the rows up to the last query that counted for it; newer rows have none yet. Scores
+    lie on the pool's device; which queries count, and for how much, is settled on the CPU.
     """
 
     needs_rope = False
@@ -47,9 +48,11 @@ class ReceivedAttention:
 
     def _update(self, layer: int, q: Tensor, entering: dict[RunningAttention, tuple[float, Tensor]]) -> None:
         view, group, count = self.pool.view(self.sequence), self.traits.group, q.shape[1]
-        weights = torch.stack([weights for _, weights in entering.values()]).to(q.device, torch.float32)  # [R, n]
+        weights = torch.stack([weights for _, weights in entering.values()]).float()  # [R, n]
+        first = int((weights > NEGLIGIBLE).any(0).nonzero()[0])
+        weights = weights[:, first:].to(q.device)
         for head in range(self.traits.kv_heads):
-            queries = q[head * group : (head + 1) * group].transpose(0, 1)  # [n, G, D]
+            queries = q[head * group : (head + 1) * group, first:].transpose(0, 1)  # [n - first, G, D]
             received = self._received(queries, view.keys(layer, head), weights)
             for (rule, (carry, counted)), new in zip(entering.items(), received, strict=True):
                 last = int(counted.nonzero()[-1])
@@ -59,11 +62,10 @@ class ReceivedAttention:
                 self.scores[layer, head] |= {rule: new}
 
     def _received(self, queries: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-        """[R, T]: attention of queries [n, G, D], mean over the group, summed with weights [R, n]."""
+        """[R, T]: attention of the last n queries [n, G, D], mean over the group, summed with weights [R, n]."""
         n, length = queries.shape[0], k.shape[0]
         received = torch.zeros(weights.shape[0], length, device=k.device)
-        first = int((weights > NEGLIGIBLE).any(0).nonzero()[0])
-        for start in range(first, n, QUERY_BLOCK):
+        for start in range(0, n, QUERY_BLOCK):
             stop = min(start + QUERY_BLOCK, n)
             seen = length - n + stop
             a = attention_weights(
@@ -98,9 +100,10 @@ class ReceivedAttention:
         Rows that the rule has not scored yet get the mean of those of their head that it has.
         """
         lengths = self.pool.lengths(self.sequence)
-        result = torch.zeros(self.traits.layers, self.traits.kv_heads, int(lengths.max()))
+        longest = int(lengths.max())
+        result = torch.zeros(self.traits.layers, self.traits.kv_heads, longest, device=self.pool.device)
         for (layer, head), scores in self.scores.items():
-            score, length = scores[rule].cpu(), int(lengths[layer, head])
+            score, length = scores[rule], int(lengths[layer, head])
             scored = score.shape[0]
             result[layer, head, :scored] = score
             if 0 < scored < length:
