@@ -133,7 +133,7 @@ def tile_rows(most: int, head_dim: int, dtype: torch.dtype) -> int:
     More would not fit into the registers of its warps: fewer rows if they are wider, and a quarter if they are fp32,
     of which each number is two in tf32. At least 16, which is what a product takes.
     """
-    width = triton.next_power_of_2(head_dim) * (4 if dtype == torch.float32 else 1)
+    width = int(triton.next_power_of_2(head_dim)) * (4 if dtype == torch.float32 else 1)
     return max(16, min(most, most * 128 // width))
 
 
