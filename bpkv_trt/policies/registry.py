@@ -5,7 +5,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.traits import ModelTraits
-from bpkv_trt.errors import ConfigError
+from bpkv_trt.errors import ConfigError, quoted
 from bpkv_trt.policies.adakv import AdaKv
 from bpkv_trt.policies.base import METHOD_OPTIONS, Policy
 from bpkv_trt.policies.bpkv import Bpkv
@@ -69,7 +69,7 @@ def policy_class(name: str) -> type[Policy]:
         return _BUILT_IN[name]
     found = tuple(entry_points(group=ENTRY_POINTS, name=name))
     if not found:
-        raise ConfigError(f"policy is {name!r}, which is not a policy; choose from {', '.join(policy_names())}.")
+        raise ConfigError(f"policy is {quoted(name)}, which is not a policy; choose from {', '.join(policy_names())}.")
     return _load(found[0])
 
 
