@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -203,6 +203,47 @@ def test_results_of_something_else_are_refused_and_kept(tmp_path: Path, capsys: 
     compare(out, "--overwrite", samples="1", tasks="passkey", horizon="11")
     message = refused(capsys, "--json", str(out), policies="snapkv,full") if capsys.readouterr() else ""
     assert "snapkv" in message
+
+
+DAMAGE: list[Callable[[dict[str, Any]], Any]] = [
+    lambda found: found["cells"].pop(),
+    lambda found: found["cells"].append(found["cells"][0]),
+    lambda found: found.pop("cells"),
+    lambda found: found["samples"][0].pop("masks"),
+    lambda found: found["samples"][0].update(seed=[0]),
+    lambda found: found["skipped"].append({"task": "passkey", "seed": 7}),
+    lambda found: found["settings"]["arms"][0].pop("contender"),
+    lambda found: found["settings"].update(arms=[1]),
+    *(
+        partial(lambda name, value, found: found["cells"][1].update({name: value}), name, value)
+        for name in ("future_kl_mean", "top1", "correct", "tokens", "entries_fraction", "retention", "notes", "budget")
+        for value in ("x", [None], {"a": 1}, 7.5)
+        if (name, value) not in (("notes", ["x"]), ("entries_fraction", 7.5), ("future_kl_mean", 7.5), ("top1", 7.5))
+    ),
+    *(
+        partial(lambda name, found: found["cells"][1].pop(name), name)
+        for name in ("future_kl_max", "scope", "pages_freed", "correct_full", "compress_s", "retention", "seed")
+    ),
+]
+
+
+def test_a_damaged_result_is_refused_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], whole: dict[str, Any]
+) -> None:
+    """Before anything is measured, by what is asked for more of."""
+    out = tmp_path / "out.json"
+    for damage in DAMAGE:
+        found = json.loads(json.dumps(whole))
+        damage(found)
+        out.write_text(json.dumps(found))
+        message = refused(capsys, "--json", str(out), samples="3")
+        assert "--overwrite" in message and "Error" not in message and len(message) < 1000, message
+        assert json.loads(out.read_text()) == found and [*tmp_path.iterdir()] == [out]
+    record = {**whole["samples"][0], "cells": [{}]}
+    header = {"kind": "compare", "schema_version": 1, "settings": whole["settings"]}
+    out.unlink()
+    journal(out).write_text(f"{json.dumps(header)}\n{json.dumps(record)}\n")
+    assert "is damaged" in refused(capsys, "--json", str(out))
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,15 @@ def flipped_header(directory: Path) -> Path:
     return model
 
 
+def ending_at(token: object) -> Callable[[Path], Path]:
+    def make(directory: Path) -> Path:
+        model = llama(directory)
+        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": token}))
+        return model
+
+    return make
+
+
 def truncated_gguf(directory: Path) -> Path:
     source = write_gguf(directory / "small.gguf", small_llama())
     truncated(source)
@@ -242,6 +251,7 @@ def corrupted_gguf(directory: Path) -> Path:
         (without_tokenizer, "without a tokenizer"),
         (truncated_weights, "weights"),
         (flipped_header, "weights"),
+        *((ending_at(token), "eos_token_id") for token in ("x", ["x"], 1.5, True, -1, 10**6, [1, None, {}])),
         (truncated_gguf, "truncated, damaged"),
         (corrupted_gguf, "truncated, damaged"),
         (lambda directory: directory / "no" / "such" / "model", "no file or directory"),
