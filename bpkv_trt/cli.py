@@ -19,7 +19,14 @@ try:
     from bpkv_trt.doctor import examine, print_findings
     from bpkv_trt.documents import SCHEMA_VERSION, check_destination, document, library_versions, write_json
     from bpkv_trt.errors import BpkvError, ConfigError, InputError
-    from bpkv_trt.options import add_config_options, add_placement_options, config_from, file_path, importing
+    from bpkv_trt.options import (
+        MODEL_HELP,
+        add_config_options,
+        add_placement_options,
+        config_from,
+        file_path,
+        importing,
+    )
     from bpkv_trt.progress import progress_on
     from bpkv_trt.request import GenerateRequest, read_prompt
     from bpkv_trt.summary import print_generate, print_layer_table
@@ -52,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     run = parser.add_argument_group("what to run")
-    run.add_argument("--model", required=True, help="Hugging Face directory or id, GGUF file, or smollm2")
+    run.add_argument("--model", required=True, help=MODEL_HELP)
     run.add_argument("--prompt-file", required=True, type=file_path, metavar="F", help="UTF-8 text")
     run.add_argument("--question", metavar="Q", help="put after the prompt, before compaction")
     run.add_argument("--question-after", metavar="Q", help="asked of the compacted cache")
@@ -95,15 +102,17 @@ def _generate(options: argparse.Namespace) -> None:
         check_destination(options.json, [*inputs, ("--layer-table", request.config.layer_table)])
     with importing("generate"):
         from bpkv_trt.generate import run_generate
-        from bpkv_trt.policies.registry import settled
+        from bpkv_trt.policies.registry import refuse_idle, settled
+    given = request.config.model_fields_set
     request = replace(request, config=settled(request.config))  # what a policy cannot have is refused before the model
+    refuse_idle(given, [request.config])
     with progress_on(Console(stderr=True)) as progress:
         report: dict[str, Any] = run_generate(request, progress)
     _deliver(lambda: print_generate(report, Console()), options.json, document(request.config, report))
 
 
 def _add_layer_table(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="Hugging Face directory or id, GGUF file, or smollm2")
+    parser.add_argument("--model", required=True, help=MODEL_HELP)
     parser.add_argument("--output", required=True, type=file_path, metavar="FILE", help="JSON, for --layer-table")
     parser.add_argument("--text", type=file_path, metavar="F", help="UTF-8 text (default Python's own documentation)")
     parser.add_argument(

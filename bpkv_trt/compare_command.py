@@ -10,7 +10,7 @@ from rich.console import Console
 from bpkv_trt.core.budget import parse_bytes
 from bpkv_trt.documents import check_destination, check_directory, usable_cores
 from bpkv_trt.errors import ConfigError
-from bpkv_trt.options import add_config_options, add_placement_options, config_from, file_path, importing
+from bpkv_trt.options import MODEL_HELP, add_config_options, add_placement_options, config_from, file_path, importing
 from bpkv_trt.progress import progress_on
 
 COLUMNS = {
@@ -31,7 +31,7 @@ OWN = ("policy", "budget", "regime", "seed")  # fields of BpkvConfig that mean s
 def add_compare(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     run = parser.add_argument_group("what to compare")
-    run.add_argument("--model", required=True, help="Hugging Face directory or id, GGUF file, or smollm2")
+    run.add_argument("--model", required=True, help=MODEL_HELP)
     run.add_argument("--tasks", required=True, metavar="T,..", help="tasks, comma-separated")
     run.add_argument(
         "--policies", required=True, metavar="P,..", help="with options of their own: bpkv,bpkv[readout=direct],snapkv"
@@ -66,22 +66,21 @@ def _compare(options: argparse.Namespace) -> None:
     jobs = _jobs(options.jobs)
     with importing("compare"):
         from bpkv_trt.compare import run_compare
-        from bpkv_trt.evaluation.arm import arms_of
+        from bpkv_trt.evaluation.arm import arms_of, refuse_idle_options
         from bpkv_trt.evaluation.comparison import Comparison
         from bpkv_trt.evaluation.contender import parse_contenders
     common = config_from(options, without=OWN)
+    contenders = parse_contenders(options.policies)
+    budgets = _listed(options.budgets, "budgets")
+    arms = arms_of(contenders, common, options.regime or ["prefill"], budgets)
+    refuse_idle_options(contenders, common, arms)
     comparison = Comparison(
         model=options.model,
         tasks=tuple(_listed(options.tasks, "tasks")),
         seeds=range(options.seed, options.seed + options.samples),
         tokens=options.tokens,
         horizon=options.horizon,
-        arms=arms_of(
-            parse_contenders(options.policies),
-            common,
-            options.regime or ["prefill"],
-            _listed(options.budgets, "budgets"),
-        ),
+        arms=arms,
         common=common,
         masks=options.masks,
         dtype=options.dtype,

@@ -27,6 +27,8 @@ from bpkv_trt.input_file import read_file
 Regime = Literal["prefill", "deferred", "generation"]
 Preset = Literal["default", "paper"]
 _PLAIN_NUMBER = re.compile(r"[-+]?((0|[1-9][0-9]{0,30})(\.[0-9]*)?|\.[0-9]+)(e[-+]?[0-9]+)?|[-+]?\.(inf|nan)", re.I)
+_UNITS = {unit.lower(): unit for unit in ("kB", "MB", "GB", "KiB", "MiB", "GiB", "t")}
+_UNIT = re.compile(r"([kmg]i?b|t)$", re.I)
 DEEPEST = 4  # brackets within one another; no option takes more than one list
 LARGEST_CONFIG = 1 << 20  # bytes
 SENTENCES = 5  # of mistakes told at once
@@ -42,7 +44,19 @@ def _budget(value: object, info: ValidationInfo) -> Budget:
         raise ConfigError(
             f"{info.field_name} is {quoted(value)}; a budget is written as text, such as 0.2, 512t or 64MiB."
         )
-    return Budget.parse(str(value), str(info.field_name))
+    return parse_budget(str(value), str(info.field_name))
+
+
+def parse_budget(text: str, what: str) -> Budget:
+    """As `Budget.parse`, with a hint where only the letter case is wrong: kB and KiB are not what people type."""
+    try:
+        return Budget.parse(text, what)
+    except ConfigError:
+        near = _UNIT.sub(lambda found: _UNITS[found[0].lower()], text.strip())
+        if near == text.strip():
+            raise
+        Budget.parse(near, what)  # wrong in other ways too
+        raise ConfigError(f"{what} is {text!r}, and units go by letter case; did you mean {near}?") from None
 
 
 def _regimes(value: object) -> tuple[Regime, ...]:

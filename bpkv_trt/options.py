@@ -11,6 +11,8 @@ from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import BpkvError, ConfigError
 from bpkv_trt.score_table import ScoreTable
 
+MODEL_HELP = "Hugging Face directory or id, GGUF file, smollm2 or gemma3-270m"
+
 
 def file_path(text: str) -> Path:
     """The type of options that name a file or directory; `Path("")` would be the current directory."""

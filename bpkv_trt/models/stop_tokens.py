@@ -20,8 +20,8 @@ def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocabulary:
             raise ModelError(
                 f"The generation configuration of the model has eos_token_id {quoted(token)}, which is none of its "
-                f"tokens, 0 to {vocabulary - 1}. Correct it in generation_config.json, or in config.json where there is "
-                "none, or fetch the checkpoint again."
+                f"tokens, 0 to {vocabulary - 1}. Correct it in generation_config.json, or where there is none in "
+                "config.json, or fetch the checkpoint again."
             )
     spoken = None if tokenizer is None else tokenizer.eos_token_id
     return frozenset(ids if spoken is None else [*ids, spoken])
