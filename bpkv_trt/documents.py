@@ -166,23 +166,28 @@ def check_directory(path: Path) -> None:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a document; a reader sees the old file or the whole new one. NaN and infinities become null."""
     path = path.resolve()  # a link stays one, what it leads to is written
-    text = _text(_finite(content))
+    try:
+        write_whole(path, _text(_finite(content)).encode())
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(f"The output {path} cannot be written ({reason}); free space or move it.") from None
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file, or leave what was there, if anything; OSError says why."""
     temporary = None
     try:
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
             temporary = Path(file.name)
-            file.write(text)
+            file.write(content)
         mask = os.umask(0)
         os.umask(mask)
         temporary.chmod(0o666 & ~mask)  # a temporary file is private, a document is as the user's other files
         temporary.replace(path)
-    except BaseException as error:  # an interrupt too must leave nothing behind
+    except BaseException:  # an interrupt too must leave nothing behind
         if temporary is not None:
             temporary.unlink(missing_ok=True)
-        if not isinstance(error, OSError):
-            raise
-        reason = error.strerror or error
-        raise InputError(f"The output {path} cannot be written ({reason}); free space or move it.") from None
+        raise
 
 
 def _text(content: dict[str, Any]) -> str:
