@@ -301,6 +301,22 @@ def test_places_that_cannot_be_written_to(tmp_path: Path, capsys: pytest.Capture
     assert "--json" in refused(capsys, "--overwrite")
 
 
+def test_not_even_overwriting_takes_the_place_of_an_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table, config, model = tmp_path / "table.json", tmp_path / "common.yaml", tmp_path / "model.gguf"
+    table.write_text('{"weights": [1, 2, 3, 4]}')
+    config.write_text("sinks: 2\n")
+    model.write_bytes(b"GGUF")
+    for path, flag, more, changed in [
+        (table, "--layer-table", ["--layer-table", str(table)], {"policies": "bpkv"}),
+        (table, "--layer-table", [], {"policies": f"bpkv[layer_table={table}],bpkv"}),
+        (config, "--config", ["--config", str(config)], {}),
+        (model, "--model", [], {"model": str(model)}),
+    ]:
+        content = path.read_bytes()
+        message = refused(capsys, "--overwrite", "--json", str(path), *more, **changed)
+        assert f"--json would overwrite the file given to {flag}" in message and path.read_bytes() == content
+
+
 def test_a_result_that_another_run_adds_to_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     with FileLock(tmp_path / "out.json.lock"):
