@@ -19,7 +19,14 @@ try:
     from bpkv_trt.doctor import examine, print_findings
     from bpkv_trt.documents import SCHEMA_VERSION, check_destination, document, library_versions, write_json
     from bpkv_trt.errors import BpkvError, ConfigError, InputError
-    from bpkv_trt.options import add_config_options, add_placement_options, config_from, importing
+    from bpkv_trt.options import (
+        MODEL_HELP,
+        add_config_options,
+        add_placement_options,
+        config_from,
+        file_path,
+        importing,
+    )
     from bpkv_trt.progress import progress_on
     from bpkv_trt.request import GenerateRequest, read_prompt
     from bpkv_trt.summary import print_generate, print_layer_table
@@ -45,15 +52,15 @@ def _parser() -> argparse.ArgumentParser:
     table = "measure how sensitive a model's layers are, for --layer-table"
     _add_layer_table(commands.add_parser("layer-table", help=table))
     doctor = commands.add_parser("doctor", help="what of this machine can be used, and what to do about the rest")
-    doctor.add_argument("--json", type=Path, metavar="OUT", help="also write the findings there")
+    doctor.add_argument("--json", type=file_path, metavar="OUT", help="also write the findings there")
     doctor.set_defaults(run=_doctor)
     return parser
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     run = parser.add_argument_group("what to run")
-    run.add_argument("--model", required=True, help="Hugging Face directory or id, GGUF file, or smollm2")
-    run.add_argument("--prompt-file", required=True, type=Path, metavar="F", help="UTF-8 text")
+    run.add_argument("--model", required=True, help=MODEL_HELP)
+    run.add_argument("--prompt-file", required=True, type=file_path, metavar="F", help="UTF-8 text")
     run.add_argument("--question", metavar="Q", help="put after the prompt, before compaction")
     run.add_argument("--question-after", metavar="Q", help="asked of the compacted cache")
     run.add_argument("--raw", action="store_true", help="do not apply the model's chat template")
@@ -63,15 +70,12 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add_placement_options(run)
     run.add_argument("--allow-extrapolation", action="store_true", help="run past the positions the model knows")
     run.add_argument("--verify", action="store_true", help="also run the full cache and report future KL and agreement")
-    run.add_argument("--json", type=Path, metavar="OUT", help="write the whole report there")
+    run.add_argument("--json", type=file_path, metavar="OUT", help="write the whole report there")
     add_config_options(parser.add_argument_group("what to keep"))
     parser.set_defaults(run=_generate)
 
 
 def _generate(options: argparse.Namespace) -> None:
-    if options.json is not None:
-        check_destination(options.json)
-        _keep_inputs(options)
     for flag, text in (("--question", options.question), ("--question-after", options.question_after)):
         if text is not None and any("\ud800" <= letter <= "\udfff" for letter in text):
             raise InputError(f"{flag} is not text in this terminal's encoding; give it as UTF-8.")
@@ -93,19 +97,24 @@ def _generate(options: argparse.Namespace) -> None:
         memory_limit=options.memory_limit and parse_bytes(options.memory_limit, "--memory-limit"),
         verify=options.verify,
     )
+    if options.json is not None:
+        inputs = [("--prompt-file", options.prompt_file), ("--config", options.config)]
+        check_destination(options.json, [*inputs, ("--layer-table", request.config.layer_table)])
     with importing("generate"):
         from bpkv_trt.generate import run_generate
-        from bpkv_trt.policies.registry import settled
+        from bpkv_trt.policies.registry import refuse_idle, settled
+    given = request.config.model_fields_set
     request = replace(request, config=settled(request.config))  # what a policy cannot have is refused before the model
+    refuse_idle(given, [request.config])
     with progress_on(Console(stderr=True)) as progress:
         report: dict[str, Any] = run_generate(request, progress)
     _deliver(lambda: print_generate(report, Console()), options.json, document(request.config, report))
 
 
 def _add_layer_table(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="Hugging Face directory or id, GGUF file, or smollm2")
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="JSON, for --layer-table")
-    parser.add_argument("--text", type=Path, metavar="F", help="UTF-8 text (default Python's own documentation)")
+    parser.add_argument("--model", required=True, help=MODEL_HELP)
+    parser.add_argument("--output", required=True, type=file_path, metavar="FILE", help="JSON, for --layer-table")
+    parser.add_argument("--text", type=file_path, metavar="F", help="UTF-8 text (default Python's own documentation)")
     parser.add_argument(
         "--samples", type=int, default=8, metavar="N", help="stretches of it, 512 tokens each (default 8)"
     )
@@ -116,12 +125,9 @@ def _add_layer_table(parser: argparse.ArgumentParser) -> None:
 
 
 def _layer_table(options: argparse.Namespace) -> None:
-    check_destination(options.output)
+    check_destination(options.output, [("--text", options.text)], flag="--output")
     if options.output.suffix == ".safetensors":
         raise InputError(f"The layer table is written as JSON; give --output another ending than {options.output}.")
-    if options.text is not None and options.output.exists() and options.text.exists():
-        if options.text.samefile(options.output):
-            raise InputError(f"--output would overwrite the file given to --text, {options.text}; give another name.")
     for flag, value, least in (("--samples", options.samples, 1), ("--seed", options.seed, 0)):
         if not least <= value < 2**63:
             raise ConfigError(f"{flag} is {value}; give {least} or more.")
@@ -136,12 +142,6 @@ def _layer_table(options: argparse.Namespace) -> None:
     with progress_on(Console(stderr=True)) as progress:
         table = run_calibration(CalibrationRequest(**chosen, **own), progress)
     _deliver(lambda: print_layer_table(table, Console()), options.output, table)
-
-
-def _keep_inputs(options: argparse.Namespace) -> None:
-    for flag, path in (("--prompt-file", options.prompt_file), ("--config", options.config)):
-        if path is not None and path.exists() and options.json.exists() and path.samefile(options.json):
-            raise InputError(f"--json would overwrite the file given to {flag}, {path}; give another name.")
 
 
 def _doctor(options: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from bpkv_trt.core.budget import parse_bytes
 from bpkv_trt.documents import check_destination, check_directory, usable_cores
 from bpkv_trt.errors import ConfigError
-from bpkv_trt.options import add_config_options, add_placement_options, config_from, importing
+from bpkv_trt.options import MODEL_HELP, add_config_options, add_placement_options, config_from, file_path, importing
 from bpkv_trt.progress import progress_on
 
 COLUMNS = {
@@ -31,7 +31,7 @@ OWN = ("policy", "budget", "regime", "seed")  # fields of BpkvConfig that mean s
 def add_compare(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     run = parser.add_argument_group("what to compare")
-    run.add_argument("--model", required=True, help="Hugging Face directory or id, GGUF file, or smollm2")
+    run.add_argument("--model", required=True, help=MODEL_HELP)
     run.add_argument("--tasks", required=True, metavar="T,..", help="tasks, comma-separated")
     run.add_argument(
         "--policies", required=True, metavar="P,..", help="with options of their own: bpkv,bpkv[readout=direct],snapkv"
@@ -49,17 +49,15 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--masks", type=int, default=0, metavar="N", help="random masks per sample and kind (default 0)")
     run.add_argument("--jobs", type=int, metavar="N", help="processes (default: half as many as cores)")
     add_placement_options(run)
-    run.add_argument("--json", type=Path, metavar="OUT", help="results; a run that ended early continues")
+    run.add_argument("--json", type=file_path, metavar="OUT", help="results; a run that ended early continues")
     run.add_argument("--overwrite", action="store_true", help="replace what is at OUT, whatever it is")
-    run.add_argument("--plot", type=Path, metavar="DIR", help="draw the results there")
+    run.add_argument("--plot", type=file_path, metavar="DIR", help="draw the results there")
     add_config_options(parser.add_argument_group("what all contenders share"), without=OWN)
     parser.set_defaults(run=_compare)
 
 
 def _compare(options: argparse.Namespace) -> None:
-    if options.json is not None:
-        check_destination(options.json)
-    elif options.overwrite:
+    if options.overwrite and options.json is None:
         raise ConfigError("--overwrite replaces what is at the OUT of --json, which is not given; give it, or neither.")
     if options.plot is not None:
         with importing("compare --plot", "plot"):
@@ -68,28 +66,31 @@ def _compare(options: argparse.Namespace) -> None:
     jobs = _jobs(options.jobs)
     with importing("compare"):
         from bpkv_trt.compare import run_compare
-        from bpkv_trt.evaluation.arm import arms_of
+        from bpkv_trt.evaluation.arm import arms_of, refuse_idle_options
         from bpkv_trt.evaluation.comparison import Comparison
         from bpkv_trt.evaluation.contender import parse_contenders
     common = config_from(options, without=OWN)
+    contenders = parse_contenders(options.policies)
+    budgets = _listed(options.budgets, "budgets")
+    arms = arms_of(contenders, common, options.regime or ["prefill"], budgets)
+    refuse_idle_options(contenders, common, arms)
     comparison = Comparison(
         model=options.model,
         tasks=tuple(_listed(options.tasks, "tasks")),
         seeds=range(options.seed, options.seed + options.samples),
         tokens=options.tokens,
         horizon=options.horizon,
-        arms=arms_of(
-            parse_contenders(options.policies),
-            common,
-            options.regime or ["prefill"],
-            _listed(options.budgets, "budgets"),
-        ),
+        arms=arms,
         common=common,
         masks=options.masks,
         dtype=options.dtype,
         device=options.device,
         memory_limit=options.memory_limit and parse_bytes(options.memory_limit, "--memory-limit"),
     )
+    if options.json is not None:
+        inputs = [("--model", Path(options.model)), ("--config", options.config)]
+        inputs += [("--layer-table", arm.config.layer_table) for arm in comparison.arms]
+        check_destination(options.json, inputs, any_file=True)  # other results are refused where they are read
     with progress_on(Console(stderr=True)) as progress:
         document, reused = run_compare(comparison, options.json, jobs, progress, overwrite=options.overwrite)
     for line in report_lines(document):

@@ -1,5 +1,9 @@
 """What a run keeps and how it chooses: one validated, immutable object."""
 
+import difflib
+import re
+import textwrap
+from collections import Counter
 from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -17,10 +21,17 @@ from pydantic import (
 )
 
 from bpkv_trt.core.budget import Budget, Scope
-from bpkv_trt.errors import ConfigError
+from bpkv_trt.errors import ConfigError, quoted
+from bpkv_trt.input_file import read_file
 
 Regime = Literal["prefill", "deferred", "generation"]
 Preset = Literal["default", "paper"]
+_PLAIN_NUMBER = re.compile(r"[-+]?((0|[1-9][0-9]{0,30})(\.[0-9]*)?|\.[0-9]+)(e[-+]?[0-9]+)?|[-+]?\.(inf|nan)", re.I)
+_UNITS = {unit.lower(): unit for unit in ("kB", "MB", "GB", "KiB", "MiB", "GiB", "t")}
+_UNIT = re.compile(r"([kmg]i?b|t)$", re.I)
+DEEPEST = 4  # brackets within one another; no option takes more than one list
+LARGEST_CONFIG = 1 << 20  # bytes
+SENTENCES = 5  # of mistakes told at once
 PROBES = 64  # over all scoring positions, where nothing is said of each
 POOLING = 5  # rows, where nothing is said and nothing was rehearsed
 ReadoutKind = Literal["direct", "exact"]
@@ -29,38 +40,87 @@ ReadoutKind = Literal["direct", "exact"]
 def _budget(value: object, info: ValidationInfo) -> Budget:
     if isinstance(value, Budget):
         return value
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ConfigError(f"{info.field_name} is {value!r}; a budget is written as text, such as 0.2, 512t or 64MiB.")
-    return Budget.parse(str(value), str(info.field_name))
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or len(str(value)) > 100:
+        raise ConfigError(
+            f"{info.field_name} is {quoted(value)}; a budget is written as text, such as 0.2, 512t or 64MiB."
+        )
+    return parse_budget(str(value), str(info.field_name))
+
+
+def parse_budget(text: str, what: str) -> Budget:
+    """As `Budget.parse`, with a hint where only the letter case is wrong: kB and KiB are not what people type."""
+    try:
+        return Budget.parse(text, what)
+    except ConfigError:
+        near = _UNIT.sub(lambda found: _UNITS[found[0].lower()], text.strip())
+        if near == text.strip():
+            raise
+        Budget.parse(near, what)  # wrong in other ways too
+        raise ConfigError(f"{what} is {text!r}, and units go by letter case; did you mean {near}?") from None
 
 
 def _regimes(value: object) -> tuple[Regime, ...]:
     """Accept `prefill,generation` as well as a sequence; the order of application does not depend on it."""
     names = value.split(",") if isinstance(value, str) else value
+    choice = f"choose from {', '.join(get_args(Regime))}, one or several, comma-separated"
     if not isinstance(names, Iterable):
-        raise ConfigError(f"regime is {value!r}; give one or more of {', '.join(get_args(Regime))}, comma-separated.")
-    given = [str(name).strip() for name in names]
-    unknown = [name for name in given if name not in get_args(Regime)]
-    if unknown or not given:
-        raise ConfigError(
-            f"regime is {value!r}, and {', '.join(map(repr, unknown)) or 'an empty list'} is not a regime; "
-            f"choose from {', '.join(get_args(Regime))}, comma-separated."
-        )
+        raise ConfigError(f"regime is {quoted(value)}; {choice}.")
+    given = [name.strip() if isinstance(name, str) else name for name in names]
+    if "" in given or not given:
+        raise ConfigError(f"regime is {quoted(value)}, with nothing where a name should be; {choice}.")
+    if unknown := [name for name in given if name not in get_args(Regime)]:
+        raise ConfigError(f"regime is {quoted(value)}, and {quoted(unknown[0])} is not a regime; {choice}.")
     return tuple(regime for regime in get_args(Regime) if regime in given)
+
+
+def _path(value: object) -> object:
+    if isinstance(value, str) and not value.strip():  # to pathlib it is the current directory
+        raise ConfigError("layer_table is empty; give the name of a file, or leave it out.")
+    return value
 
 
 BudgetField = Annotated[Budget, BeforeValidator(_budget), PlainSerializer(str, return_type=str)]
 Regimes = Annotated[tuple[Regime, ...], BeforeValidator(_regimes)]
 
 
-class _KeysOnce(yaml.SafeLoader):
-    """YAML of which no key is given twice; PyYAML would take the last one in silence."""
+class _PlainYaml(yaml.SafeLoader):
+    """YAML that says what it seems to say: PyYAML would take the last of two equal keys, 010 for 8 and 1:30 for 90.
+
+    A flat mapping has no use for aliases, of which a few nested lines stand for millions of values, nor for tags.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None) is not None:
+            raise _unclear("aliases (*) and tags (!) are not taken here", event)
+        return super().compose_node(parent, index)
+
+    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
+        """Refused here, since what PyYAML does with open brackets grows with the square of their number."""
+        if self.flow_level == DEEPEST:
+            raise yaml.scanner.ScannerError(problem="brackets are nested too deeply", problem_mark=self.get_mark())
+        super().fetch_flow_collection_start(token)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        keys = [key.value for key, _ in node.value]
-        if twice := [key for place, key in enumerate(keys) if key in keys[:place]]:
-            raise yaml.constructor.ConstructorError(problem=f"{twice[0]} is given twice", problem_mark=node.start_mark)
+        counts = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if twice := [key for key, count in counts.items() if count > 1]:
+            raise _unclear(f"{twice[0]:.100} is given twice", node)
         return super().construct_mapping(node, deep)
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        """One that no other notation than the decimal one would read otherwise."""
+        if not _PLAIN_NUMBER.fullmatch(node.value):
+            raise _unclear(f"{quoted(node.value)} is not a plain number: write it in decimal digits", node)
+        integer = node.tag == "tag:yaml.org,2002:int"
+        return int(self.construct_yaml_int(node)) if integer else float(self.construct_yaml_float(node))
+
+
+for _tag in ("int", "float"):
+    _PlainYaml.add_constructor(f"tag:yaml.org,2002:{_tag}", _PlainYaml.construct_number)
+
+
+def _unclear(problem: str, place: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
 
 
 class BpkvConfig(BaseModel):
@@ -136,7 +196,9 @@ class BpkvConfig(BaseModel):
     # As many decoded tokens as positions of the prompt: half of those scored are then the answer's beginning.
     defer: int = Field(8, ge=1, description="tokens decoded before a deferred compaction")
     # Uniform unless a file says otherwise.
-    layer_table: Path | None = Field(None, description="weights of layers or KV heads, a JSON or safetensors file")
+    layer_table: Annotated[Path | None, BeforeValidator(_path)] = Field(
+        None, description="weights of layers or KV heads, a JSON or safetensors file"
+    )
     # TensorRT-LLM's tokens per block; half a page is lost per head, 16 rows, little beside hundreds kept.
     page_size: int = Field(32, ge=1, le=1024, description="rows in a page of the pool")
     # Any fixed number: two runs must agree.
@@ -237,12 +299,13 @@ class BpkvConfig(BaseModel):
     @classmethod
     def from_yaml(cls, path: Path | str, **overrides: Any) -> "BpkvConfig":
         """Read options from a YAML mapping; `overrides` win over the file. Raises ConfigError."""
+        content = read_file(Path(path), LARGEST_CONFIG, "configuration", "--config", ConfigError)
         try:
-            options = yaml.load(Path(path).read_text(encoding="utf-8"), _KeysOnce)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"The configuration {path} cannot be read ({error}); give a YAML file.") from None
-        except yaml.YAMLError as error:
-            problem = " ".join(str(error).split())
+            options = yaml.load(content.decode("utf-8-sig"), _PlainYaml)
+        except UnicodeDecodeError:
+            raise ConfigError(f"The configuration {path} is not UTF-8 text; give a YAML file.") from None
+        except (yaml.YAMLError, ValueError, RecursionError) as error:  # PyYAML lets through that a date has no 31st
+            problem = textwrap.shorten(str(error), 400, placeholder=" ...")
             raise ConfigError(f"The configuration {path} is not valid YAML: {problem}. Correct it there.") from None
         if not isinstance(options, dict | None):
             raise ConfigError(f"The configuration {path} is not a mapping; write lines such as budget: 0.2.")
@@ -265,8 +328,15 @@ def _paragraph(error: ValidationError) -> str:
     for problem in error.errors(include_url=False):
         name = ".".join(map(str, problem["loc"]))
         if problem["type"] == "extra_forbidden":
-            sentences.append(f"{name} is not an option; the options are {', '.join(BpkvConfig.model_fields)}.")
+            sentences.append(_no_option(name))
         else:
             rule = problem["msg"][0].lower() + problem["msg"][1:]
-            sentences.append(f"{name} is {problem['input']!r}: {rule}.")
-    return " ".join(sentences)
+            sentences.append(f"{name} is {quoted(problem['input'])}: {rule}.")
+    return " ".join(sentences[:SENTENCES])
+
+
+def _no_option(name: str) -> str:
+    options = list(BpkvConfig.model_fields)
+    if near := difflib.get_close_matches(name[:100].replace("-", "_").lower(), options, n=1):
+        return f"{name:.100} is not an option; did you mean {near[0]}?"
+    return f"{name:.100} is not an option; the options are {', '.join(options)}."

@@ -4,6 +4,8 @@ import json
 import os
 import platform
 import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -11,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from bpkv_trt import __version__
 from bpkv_trt.errors import InputError
+from bpkv_trt.input_file import read_file
 
 if TYPE_CHECKING:  # kernels are compiled where pydantic may be missing
     from bpkv_trt.config import BpkvConfig
 
+LARGEST_REPORT = 64 << 20  # bytes, far more than any has
 SCHEMA_VERSION = 1  # raised when a key changes its meaning or goes away
 _LIBRARIES = ("torch", "transformers", "numpy", "safetensors", "triton", "tensorrt", "tensorrt_llm")
 
@@ -75,8 +79,16 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def check_destination(path: Path) -> None:
-    """Refuse, before any work is done, a path that a document could not be written to; raises InputError."""
+def check_destination(
+    path: Path, inputs: Iterable[tuple[str, Path | None]] = (), *, flag: str = "--json", any_file: bool = False
+) -> None:
+    """Refuse, before any work is done, a path that a document could not or must not be written to.
+
+    path: given to `flag`. inputs: options, and the files that they name, none of which is overwritten; neither is what
+    our output goes to. Any other file that is there is replaced if it is a document of ours, or with `any_file`.
+
+    Raises InputError.
+    """
     if str(path) == "-":
         raise InputError("The output - is no file: what is printed is for reading. Give the name of a file to write.")
     if path.exists() and not path.is_file() and not path.is_dir():
@@ -85,6 +97,18 @@ def check_destination(path: Path) -> None:
         raise InputError(f"The output {path} is write-protected; choose another name, or allow writing to it.")
     if path.is_dir():
         raise InputError(f"The output {path} is a directory; give the name of a file to write in it.")
+    if stream := _stream_into(path):
+        raise InputError(
+            f"{flag} would overwrite what the {stream} of this command goes to, {path}; give another name."
+        )
+    for option, given in inputs:
+        if given is not None and _same_file(given, path):
+            raise InputError(f"{flag} would overwrite the file given to {option}, {given}; give another name.")
+    if path.exists() and not any_file and not _is_ours(path):
+        raise InputError(
+            f"The output {path} is there and is no document of bpkv, so it is left as it is; give another name, or "
+            "move that file away."
+        )
     if not path.parent.is_dir():
         raise InputError(f"The directory {path.parent} for the output {path.name} does not exist; create it first.")
     try:
@@ -93,6 +117,32 @@ def check_destination(path: Path) -> None:
         raise InputError(
             f"The directory {path.parent} cannot be written to ({error.strerror}); choose another one for {path.name}."
         ) from None
+
+
+def _stream_into(path: Path) -> str | None:
+    """Which of our standard streams goes to this file, by whatever name."""
+    for number, name in ((1, "standard output"), (2, "standard error")):
+        with suppress(OSError):  # there is no such file yet, or the stream is closed
+            if os.path.samestat(path.stat(), os.fstat(number)):
+                return name
+    return None
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except (OSError, ValueError):  # one of them is not there, or cannot be
+        return False
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file is a document that some run of ours left."""
+    try:
+        found = json.loads(read_file(path, LARGEST_REPORT, "output", "it"))
+    except (InputError, ValueError, RecursionError):
+        return False
+    versions = found.get("versions") if isinstance(found, dict) and "schema_version" in found else None
+    return isinstance(versions, dict) and "bpkv_trt" in versions
 
 
 def check_directory(path: Path) -> None:
@@ -116,23 +166,28 @@ def check_directory(path: Path) -> None:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a document; a reader sees the old file or the whole new one. NaN and infinities become null."""
     path = path.resolve()  # a link stays one, what it leads to is written
-    text = _text(_finite(content))
+    try:
+        write_whole(path, _text(_finite(content)).encode())
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(f"The output {path} cannot be written ({reason}); free space or move it.") from None
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file, or leave what was there, if anything; OSError says why."""
     temporary = None
     try:
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
             temporary = Path(file.name)
-            file.write(text)
+            file.write(content)
         mask = os.umask(0)
         os.umask(mask)
         temporary.chmod(0o666 & ~mask)  # a temporary file is private, a document is as the user's other files
         temporary.replace(path)
-    except BaseException as error:  # an interrupt too must leave nothing behind
+    except BaseException:  # an interrupt too must leave nothing behind
         if temporary is not None:
             temporary.unlink(missing_ok=True)
-        if not isinstance(error, OSError):
-            raise
-        reason = error.strerror or error
-        raise InputError(f"The output {path} cannot be written ({reason}); free space or move it.") from None
+        raise
 
 
 def _text(content: dict[str, Any]) -> str:

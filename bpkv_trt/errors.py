@@ -1,5 +1,17 @@
 """Errors a user can meet. Every message says what happened, why, and what to do next."""
 
+import reprlib
+
+_QUOTED = 100  # characters
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = _QUOTED
+
+
+def quoted(value: object) -> str:
+    """The value as Python writes it, cut to some 100 characters: what a file holds may be long, and nested deeply."""
+    text = _SHORT.repr(value)
+    return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}..."
+
 
 class BpkvError(Exception):
     """A user's mistake or a limit of the machine; the command line prints it as one paragraph and exits with 2."""

@@ -57,11 +57,6 @@ def _check_regime(request: GenerateRequest) -> None:
             f"--question-after is asked of the compacted cache, but with --regime {','.join(request.config.regime)} "
             "nothing is compacted before the question: use --question, or a regime with prefill."
         )
-    if request.config.regime == ("generation",) and "budget" in request.config.model_fields_set:
-        raise ConfigError(
-            f"budget is {request.config.budget}, which bounds a prompt's entries, and regime is generation, which "
-            "evicts none of them: give generation_budget for the answer's, or add prefill or deferred to regime."
-        )
 
 
 def _encode(loaded: LoadedModel, request: GenerateRequest) -> Turns:
@@ -84,7 +79,7 @@ def _engine(loaded: LoadedModel, request: GenerateRequest, turns: Turns, trace: 
     scratch = scratch_rows(config, loaded.encoder, [len(turn) for turn in turns])
     cache = caches * pool_bytes(loaded, rows, config.page_size) + pool_bytes(loaded, scratch, config.page_size)
     needed = cache + activation_bytes(loaded, prompt, config)
-    require_memory(needed, loaded.model.device, request.memory_limit)
+    require_memory(needed, loaded.model.device, request.memory_limit, caches=caches)
     pool = make_pool(loaded, rows, config.page_size, caches=caches, scratch=scratch)
     return Engine(loaded, config, pool, trace)
 
@@ -127,4 +122,11 @@ def _report(
             "pages_freed": main.pages_freed,
         },
         "events": [asdict(event) for event in answer.events],
+        "notes": _notes(request, loaded, turns),
     }
+
+
+def _notes(request: GenerateRequest, loaded: LoadedModel, turns: Turns) -> list[str]:
+    """What holds for the whole run; what holds for one compaction is told by its event."""
+    positions, known = sum(map(len, turns)) + request.max_new_tokens, loaded.traits.max_positions
+    return [f"run up to position {positions} of a model that knows {known}"] if positions > known else []

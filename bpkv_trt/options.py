@@ -11,6 +11,15 @@ from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import BpkvError, ConfigError
 from bpkv_trt.score_table import ScoreTable
 
+MODEL_HELP = "Hugging Face directory or id, GGUF file, smollm2 or gemma3-270m"
+
+
+def file_path(text: str) -> Path:
+    """The type of options that name a file or directory; `Path("")` would be the current directory."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty, give a name")
+    return Path(text)
+
 
 def add_placement_options(group: argparse._ArgumentGroup) -> None:
     """`--dtype`, `--device` and `--memory-limit`."""
@@ -26,7 +35,9 @@ def add_config_options(group: argparse._ArgumentGroup, without: Collection[str] 
 
     Validated by BpkvConfig, so that a command line and a YAML file are refused in the same words.
     """
-    group.add_argument("--config", type=Path, metavar="YAML", help="a file with these options; those given here win")
+    group.add_argument(
+        "--config", type=file_path, metavar="YAML", help="a file with these options; those given here win"
+    )
     for name, field in BpkvConfig.model_fields.items():
         if name not in without:
             flag = "--" + name.replace("_", "-")

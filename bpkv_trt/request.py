@@ -5,6 +5,7 @@ from pathlib import Path
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import InputError
+from bpkv_trt.input_file import read_file
 
 LARGEST_PROMPT = 64 << 20  # bytes; some 16 million tokens
 
@@ -30,21 +31,8 @@ class GenerateRequest:
 
 
 def read_prompt(path: Path, what: str = "prompt file", flag: str = "--prompt-file") -> str:
-    """The text of a file; InputError, which names it as `what`, where it is missing, unreadable, empty or no UTF-8."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(LARGEST_PROMPT + 1)
-    except FileNotFoundError:
-        raise InputError(f"The {what} {path} does not exist; check the path given to {flag}.") from None
-    except IsADirectoryError:
-        raise InputError(f"The {what} {path} is a directory; give a text file to {flag}.") from None
-    except OSError as error:
-        raise InputError(f"The {what} {path} cannot be read ({error.strerror}); check its permissions.") from None
-    if len(content) > LARGEST_PROMPT:
-        raise InputError(
-            f"The {what} {path} has more than {LARGEST_PROMPT >> 20} MiB, more text than any model takes; "
-            "give a part of it."
-        )
+    """The text of a file; InputError, which names it as `what`, where it cannot be read, is empty or no UTF-8."""
+    content = read_file(path, LARGEST_PROMPT, what, flag)
     if b"\0" in content:
         raise InputError(f"The {what} {path} is binary, not text; convert it to UTF-8 text first.")
     try:

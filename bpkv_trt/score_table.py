@@ -2,18 +2,21 @@
 
 import json
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.numpy import load_file
+from safetensors.numpy import load
 
 from bpkv_trt.core.budget import Scope
-from bpkv_trt.errors import ConfigError
+from bpkv_trt.errors import ConfigError, quoted
+from bpkv_trt.input_file import read_file
 
 # Scores of bpkv lie around 1e-11; what multiplies them must not bring them near the least number of fp32, 1e-38.
 LARGEST_RATIO = 1e9
+LARGEST_JSON, LARGEST_TENSORS = 1 << 20, 64 << 20  # bytes
 _FORMAT = (
     'give JSON such as {"weights": [1.0, 0.5, ...]}, one positive number for every layer of the model, or '
     '{"weights": [[1.0, 0.5], ...]}, one for every KV head of every layer; or a .safetensors file with one tensor '
@@ -38,13 +41,14 @@ class ScoreTable:
 
         Other keys of the JSON are ignored: they say where the weights come from. Raises ConfigError.
         """
+        binary = path.suffix == ".safetensors"
+        content = read_file(
+            path, LARGEST_TENSORS if binary else LARGEST_JSON, "layer table", "--layer-table", ConfigError
+        )
         try:
-            weights = _rows(_content(path))
-        except OSError as error:
-            reason = error.strerror or error
-            raise ConfigError(f"The layer table {path} cannot be read ({reason}); check the path.") from None
-        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"The layer table {path} cannot be understood ({error!r:.200}); {_FORMAT}.") from None
+            weights = _rows(_from_safetensors(content) if binary else _from_json(content))
+        except _Unusable as problem:
+            raise ConfigError(f"The layer table {path} cannot be used: {problem}; {_FORMAT}.") from None
         if weights is None:
             raise ConfigError(f"The layer table {path} does not hold positive finite weights; {_FORMAT}.")
         if len({len(row) for row in weights}) > 1:
@@ -87,10 +91,43 @@ class ScoreTable:
         return tuple(tuple(weight / largest for weight in row) for row in self.weights)
 
 
-def _content(path: Path) -> Any:
-    if path.suffix == ".safetensors":
-        return load_file(path)["weights"].tolist()
-    return json.loads(path.read_text(encoding="utf-8"))["weights"]
+class _Unusable(Exception):
+    """Why a file is no layer table."""
+
+
+def _from_safetensors(content: bytes) -> Any:
+    try:
+        tensors = load(content)
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError):  # the last: types that numpy lacks
+        raise _Unusable("it is damaged, or of a type other than those below") from None
+    if set(tensors) != {"weights"}:
+        raise _Unusable(f"its tensors are {quoted(sorted(tensors))}")
+    weights = tensors["weights"]
+    if weights.dtype.kind != "f":
+        raise _Unusable(f"its weights are {weights.dtype}")
+    return weights.tolist()
+
+
+def _from_json(content: bytes) -> Any:
+    try:
+        table = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_once)
+    except UnicodeDecodeError:
+        raise _Unusable("it is not UTF-8 text") from None
+    except json.JSONDecodeError as error:
+        raise _Unusable(f"it is not JSON ({error.msg} in line {error.lineno}, column {error.colno})") from None
+    except (ValueError, RecursionError):
+        raise _Unusable("it has too many digits in a number, or brackets within brackets") from None
+    if not isinstance(table, dict) or "weights" not in table:
+        raise _Unusable("it is no JSON object with the key weights")
+    return table["weights"]
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, of which json would take the last of two equal keys."""
+    counts = Counter(key for key, _ in pairs)
+    if twice := [key for key, count in counts.items() if count > 1]:
+        raise _Unusable(f"its key {quoted(twice[0])} is given twice")
+    return dict(pairs)
 
 
 def _rows(content: Any) -> tuple[tuple[float, ...], ...] | None:

@@ -32,8 +32,8 @@ def _facts(report: dict[str, Any]) -> dict[str, str]:
         f"{pool['pages_freed']:,} pages freed",
         "seconds": ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in report["timings_s"].items() if seconds),
     }
-    notes = dict.fromkeys(event["note"] for event in report["events"] if event.get("note"))
-    if notes:
+    told = (event.get("note") for event in report["events"])
+    if notes := dict.fromkeys([*report["notes"], *filter(None, told)]):
         facts["notes"] = "; ".join(notes)
     if verify := report.get("verify"):
         facts["against the full cache"] = _agreement(verify)

@@ -1,5 +1,6 @@
 """One validated configuration: what is refused, in which words, and that a file reads back to itself."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,14 @@ from bpkv_trt.policies.registry import settled
         ({"budget": "35t"}, ["35t", "36t", "sinks + recent"]),
         ({"generation_budget": "0.5"}, ["generation_budget is 0.5", "512t"]),
         ({"generation_budget": "31t"}, ["generation_budget is 31t", "32t"]),
+        ({"budget": "64mib"}, ["budget is '64mib'", "letter case", "did you mean 64MiB"]),
+        ({"budget": "1Kb"}, ["did you mean 1kB"]),
+        ({"budget": "64T"}, ["did you mean 64t"]),
+        ({"budget": "0.5T"}, ["tokens per head are whole"]),
         ({"regime": "prefil"}, ["regime", "'prefil'", "prefill, deferred, generation"]),
         ({"regime": ""}, ["regime", "prefill, deferred, generation"]),
+        ({"regime": ","}, ["regime is ','", "nothing where a name should be"]),
+        ({"regime": [["prefill"]]}, ["['prefill'] is not a regime"]),
         ({"regime": []}, ["regime", "prefill, deferred, generation"]),
         ({"regime": 3}, ["regime is 3"]),
         ({"regime": "prefill,deferred"}, ["prefill and deferred", "choose one"]),
@@ -35,7 +42,7 @@ from bpkv_trt.policies.registry import settled
         ({"epsilon": float("nan")}, ["epsilon is nan", "finite"]),
         ({"page_size": 0}, ["page_size is 0"]),
         ({"seed": -1}, ["seed is -1"]),
-        ({"bugdet": "0.2"}, ["bugdet is not an option", "budget"]),
+        ({"bugdet": "0.2"}, ["bugdet is not an option", "did you mean budget"]),
         ({"sinks": -1, "top_k": 1}, ["sinks is -1", "top_k is 1"]),
     ],
 )
@@ -76,8 +83,47 @@ def test_an_unquoted_number_in_a_file_is_a_budget_and_an_empty_file_the_defaults
     assert BpkvConfig.from_yaml(path) == BpkvConfig()
 
 
+NESTED = "\n".join(f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]" for before, name in pairwise("abcdefgh"))
+BOMB = f"a: &a [x, x]\n{NESTED}\nbudget: *h\n".encode()
+NUMBERS = ["1_0", "1:30", "010", "0x10", "0b11", "1_0.5", "1:30.5", "1" * 5000, "2024-02-31"]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_numbers_that_yaml_reads_otherwise_than_people_are_refused(tmp_path: Path, number: str) -> None:
+    path = tmp_path / "bpkv.yaml"
+    for option in ("recent", "epsilon", "budget"):
+        path.write_text(f"{option}: {number}\n")
+        with pytest.raises(ConfigError, match=r"bpkv\.yaml") as refusal:
+            BpkvConfig.from_yaml(path)
+        assert len(str(refusal.value)) < 1000
+
+
+@pytest.mark.parametrize(("number", "value"), [("0.25", 0.25), (".25", 0.25), ("2.5e-1", 0.25), ("+0.25", 0.25)])
+def test_plain_numbers_are_taken(tmp_path: Path, number: str, value: float) -> None:
+    (tmp_path / "bpkv.yaml").write_text(f"epsilon: {number}\nrecent: 40\n")
+    config = BpkvConfig.from_yaml(tmp_path / "bpkv.yaml")
+    assert (config.epsilon, config.recent) == (value, 40)
+
+
+@pytest.mark.parametrize("option", ["budget", "regime", "recent", "scope", "policy", "readout", "x"])
+@pytest.mark.parametrize("value", ["y" * 10**5, "[" * 10**6, "- " * 20_000, f"[{'z, ' * 500}]", "!!bool x"])
+def test_whatever_a_file_holds_the_refusal_is_short(tmp_path: Path, option: str, value: str) -> None:
+    path = tmp_path / "bpkv.yaml"
+    for text in (f"{option}: {value}\n", f"{value}: {option}\n", f"{option}:\n {value}"):
+        path.write_text(text)
+        with pytest.raises(ConfigError) as refusal:
+            settled(BpkvConfig.from_yaml(path))
+        assert len(str(refusal.value)) < 1000 and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("given", ["page-size", "Page_Size", "pagesize", "page_sizes"])
+def test_an_option_that_is_nearly_one_is_told_which(given: str) -> None:
+    with pytest.raises(ConfigError, match=f"{given} is not an option; did you mean page_size"):
+        BpkvConfig(**{given: 3})
+
+
 @pytest.mark.parametrize(
-    "content", [b"- 1\n", b"a: [", b"\xff\xfe", b"budget: -1\n", b"1: 2\n", b"refine: 0\nrefine: 0\n"]
+    "content", [BOMB, b"- 1\n", b"a: [", b"\xff\xfe", b"budget: -1\n", b"1: 2\n", b"refine: 0\nrefine: 0\n"]
 )
 def test_an_unusable_file_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "broken.yaml"

@@ -59,20 +59,30 @@ def test_ratios_that_rounding_would_lose_are_refused(tmp_path: Path, weights: li
     ["", "[1, 2]", '{"weight": [1]}', '{"weights": 1}', '{"weights": []}', '{"weights": [1, 0]}', '{"weights": [-1]}']
     + ['{"weights": [NaN]}', '{"weights": [1e999]}', '{"weights": [true]}', '{"weights": ["1"]}', '{"weights": [[]]}']
     + ['{"weights": [[[1]]]}', '{"weights": [1, [1]]}', '{"weights": [[1], [1, 2]]}', '{"weights": null}']
-    + [f'{{"weights": [1{"0" * 400}]}}', f'{{"weights": [1{"0" * 5000}]}}', "[" * 100_000, '{"weights": [-Infinity]}'],
+    + [f'{{"weights": [1{"0" * 400}]}}', f'{{"weights": [1{"0" * 5000}]}}', "[" * 100_000, '{"weights": [-Infinity]}']
+    + ['{"weights": [1], "weights": [2]}', '{"weights": [1], "model": {"a": 1, "a": 1}}', "caf\xe9", '{"weights": [1'],
 )
 def test_unusable_tables_are_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / "table.json").write_text(content)
+    (tmp_path / "table.json").write_text(content, encoding="latin-1")
     with pytest.raises(ConfigError, match=r"table\.json.*positive") as refusal:
         ScoreTable.load(tmp_path / "table.json")
     assert len(str(refusal.value)) < 1000 and "\n" not in str(refusal.value)
+    assert "Error" not in str(refusal.value) and "b'" not in str(refusal.value), "nothing as Python says it"
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.bool])
-def test_tensors_of_types_that_numpy_lacks_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.bool, torch.int64])
+def test_tensors_of_other_types_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
     save_torch({"weights": torch.ones(3).to(dtype)}, tmp_path / "table.safetensors")
-    with pytest.raises(ConfigError, match=r"table\.safetensors.*float16, float32 or float64"):
+    with pytest.raises(ConfigError, match=r"table\.safetensors.*float16, float32 or float64") as refusal:
         ScoreTable.load(tmp_path / "table.safetensors")
+    assert "Error" not in str(refusal.value)
+
+
+def test_other_tensors_beside_the_weights_are_refused(tmp_path: Path) -> None:
+    for names in (["weights", "bias"], ["weight"]):
+        save_file({name: np.ones(3) for name in names}, tmp_path / "table.safetensors")
+        with pytest.raises(ConfigError, match=f"its tensors are .*{sorted(names)[0]}"):
+            ScoreTable.load(tmp_path / "table.safetensors")
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0), (2, 2, 2)])

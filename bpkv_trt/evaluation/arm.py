@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bpkv_trt.config import BpkvConfig
+from bpkv_trt.config import BpkvConfig, parse_budget
 from bpkv_trt.core.budget import Budget
 from bpkv_trt.errors import ConfigError
 from bpkv_trt.evaluation.contender import Contender
-from bpkv_trt.policies.registry import policy_class, settled
+from bpkv_trt.policies.registry import policy_class, refuse_idle, settled
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,46 @@ def arms_of(
     for what, given in (("regime", named), ("budgets", list(budgets))):
         if twice := [each for each in dict.fromkeys(given) if given.count(each) > 1]:
             raise ConfigError(f"{what} has {', '.join(twice)} more than once; give each once.")
+    _check_budgets(budgets)
     arms = tuple(
         _arm(contender, common, regime, budget) for contender in contenders for regime in named for budget in budgets
     )
+    _check_contenders(arms)
     _check_sinks(arms, common)
     return arms
 
 
+def refuse_idle_options(contenders: Sequence[Contender], common: BpkvConfig, arms: Sequence[Arm]) -> None:
+    """Raise ConfigError for a common option that no arm uses, or one of a contender that none of its own arms uses."""
+    refuse_idle(common.model_fields_set, [arm.config for arm in arms])
+    for contender in contenders:
+        try:
+            refuse_idle(contender.options, [arm.config for arm in arms if arm.contender == contender.label])
+        except ConfigError as error:
+            raise ConfigError(f"In the contender {contender.label}: {error}") from None
+
+
+def _check_budgets(budgets: Sequence[str]) -> None:
+    first: dict[Budget, str] = {}
+    for text in budgets:
+        if (same := first.setdefault(parse_budget(text, "budgets"), text)) is not text:
+            raise ConfigError(f"budgets has {same} and {text}, which are the same; give each once.")
+
+
+def _check_contenders(arms: Sequence[Arm]) -> None:
+    """One contender by two names would count as two that agree."""
+    first: dict[str, str] = {}
+    for arm in arms:
+        seeded = "seed" in arm.config.model_fields_set
+        same = first.setdefault(f"{arm.config.model_dump_json()} {seeded}", arm.contender)
+        if same != arm.contender:
+            raise ConfigError(f"policies has {same} and {arm.contender}, which are the same contender; give it once.")
+
+
 def _arm(contender: Contender, common: BpkvConfig, regime: str, budget: str) -> Arm:
-    Budget.parse(budget, "budgets")  # refused by the name of the option
+    parse_budget(budget, "budgets")  # refused by the name of the option
     answer_only = common.replace(regime=regime).regime == ("generation",)
-    if answer_only and Budget.parse(budget).kind != "tokens":
+    if answer_only and parse_budget(budget, "budgets").kind != "tokens":
         raise ConfigError(
             f"budgets has {budget}, and the regime generation bounds an answer whose length is not known while it is "
             "written: give tokens per head, such as 64t, or compare other regimes."

@@ -98,8 +98,9 @@ class Comparison:
         for name, value in (("samples", len(self.seeds)), ("tokens", self.tokens), ("horizon", self.horizon)):
             if value < 1:
                 raise ConfigError(f"{name} is {value}, and nothing can be measured; give 1 or more.")
-        if self.masks < 0 or self.seeds.start < 0:
-            raise ConfigError("masks and seed cannot be negative; give 0 or more.")
+        for name, value in (("masks", self.masks), ("seed", self.seeds.start)):
+            if value < 0:
+                raise ConfigError(f"{name} is {value} and cannot be negative; give 0 or more.")
         if len(set(self.tasks)) < len(self.tasks):
             raise ConfigError(f"tasks is {','.join(self.tasks)}; give every task once.")
         for task in self.tasks:

@@ -7,6 +7,7 @@ from typing import Any
 
 from bpkv_trt.documents import SCHEMA_VERSION
 from bpkv_trt.errors import InputError
+from bpkv_trt.evaluation.recorded import check_records
 
 KIND = "compare"
 Record = dict[str, Any]  # JSON: of one finished or skipped sample
@@ -22,7 +23,7 @@ class Journal:
         sample.
         """
         self.path = output.with_name(output.name + ".partial.jsonl")
-        self.header = {"kind": KIND, "schema_version": SCHEMA_VERSION, "settings": settings}
+        self.header: dict[str, Any] = {"kind": KIND, "schema_version": SCHEMA_VERSION, "settings": settings}
         self.records: dict[Key, Record] = {}
         self._size = 0  # bytes that are known to be whole
         if self.path.exists():
@@ -63,6 +64,10 @@ class Journal:
         lines = [self._parsed(*each) for each in enumerate(whole.split(b"\n"), start=1)] if whole else []
         if lines:
             check_header(self._refusal(), lines[0], self.header, self._advice())
+            try:
+                check_records(lines[1:], self.header["settings"])
+            except ValueError as problem:
+                raise InputError(f"{self._refusal()} is damaged: {problem}. {self._advice()}") from None
         self.records = {(record["task"], record["seed"]): record for record in lines[1:]}
         self._size = len(whole) + 1 if lines else 0
 
@@ -74,7 +79,7 @@ class Journal:
             reason = "it has no task and seed"
         except json.JSONDecodeError as error:
             reason = f"{error.msg} at column {error.colno}"
-        except (UnicodeDecodeError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             reason = "it is not a sample as JSON"
         raise InputError(f"{self._refusal()} cannot be read: line {number} is damaged ({reason}). {self._advice()}")
 
@@ -93,7 +98,11 @@ def check_header(what: str, found: Any, expected: dict[str, Any], advice: str) -
         raise InputError(
             f"{what} has schema version {found.get('schema_version')}, and this is {SCHEMA_VERSION}. {advice}"
         )
-    if differences := _differences(found.get("settings"), json.loads(json.dumps(expected["settings"]))):
+    try:
+        differences = _differences(found.get("settings"), json.loads(json.dumps(expected["settings"])))
+    except (KeyError, TypeError, ValueError):  # arms that are none
+        raise InputError(f"{what} has damaged settings. {advice}") from None
+    if differences:
         raise InputError(f"{what} was made with other settings: {'; '.join(differences[:4])}. {advice}")
 
 
@@ -104,7 +113,7 @@ def _differences(found: Any, asked: Any, name: str = "") -> list[str]:
         return [each for key in keys for each in _differences(found.get(key), asked.get(key), str(key))]
     if name == "arms" and isinstance(found, list) and isinstance(asked, list):
         return _arm_differences(found, asked)
-    return [] if found == asked else [f"{name} was {found} and is now {asked}"]
+    return [] if found == asked else [f"{name} was {found!s:.100} and is now {asked!s:.100}"]
 
 
 def _arm_differences(found: list[Any], asked: list[Any]) -> list[str]:

@@ -1,5 +1,6 @@
 """Pictures of a comparison, from its document alone: PNG files, without a display."""
 
+import io
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +23,8 @@ from matplotlib.ticker import (
 )
 from numpy.typing import NDArray
 
+from bpkv_trt.documents import write_whole
+from bpkv_trt.errors import InputError
 from bpkv_trt.evaluation.ranks import mean_ranks
 from bpkv_trt.evaluation.rows import ALL
 
@@ -40,14 +43,30 @@ DPI = 130
 
 
 def draw_all(document: Document, directory: Path) -> list[Path]:
-    """Draw what the document holds into `directory`, a set of pictures per regime; returns the files written."""
+    """Draw what the document holds into `directory`, a set of pictures per regime; returns the files written.
+
+    Raises InputError, naming the picture, where one cannot be written; no part of it is left.
+    """
     directory.mkdir(exist_ok=True)
     files = []
     for name, figure in chain.from_iterable(_figures(document, regime) for regime in document["regimes"]):
         FigureCanvasAgg(figure)
         files.append(directory / f"{name}.png")
-        figure.savefig(files[-1], dpi=DPI, bbox_inches="tight")
+        _save(figure, files[-1])
     return files
+
+
+def _save(figure: Figure, path: Path) -> None:
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=DPI, bbox_inches="tight")
+    try:
+        write_whole(path, picture.getvalue())
+    except OSError as error:
+        reason = error.strerror or error
+        raise InputError(
+            f"The picture {path} cannot be written ({reason}). The results are printed, and kept where --json is "
+            "given: free space, then run the same command again."
+        ) from None
 
 
 def _figures(document: Document, regime: str) -> Iterator[tuple[str, Figure]]:

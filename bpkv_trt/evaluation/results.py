@@ -11,6 +11,7 @@ from bpkv_trt.evaluation.comparison import Comparison
 from bpkv_trt.evaluation.journal import KIND, Key, Record, check_header
 from bpkv_trt.evaluation.mask_rows import mask_rows
 from bpkv_trt.evaluation.provenance import commit
+from bpkv_trt.evaluation.recorded import check_records
 from bpkv_trt.evaluation.rows import rows_of
 
 
@@ -63,13 +64,18 @@ def earlier_records(path: Path, settings: Mapping[str, Any], overwrite: bool) ->
     what, advice = f"The output {path}", "It was not touched: give --json another name, or --overwrite it."
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise InputError(f"{what} is there and is not a result of bpkv compare. {advice}") from None
     check_header(what, found, {"settings": settings}, advice)
     try:
         records = {(each["task"], each["seed"]): {**each, "cells": []} for each in found["samples"]}
         for cell in found["cells"]:
             records[cell["task"], cell["seed"]]["cells"].append(cell)
-        return records | {(each["task"], each["seed"]): each for each in found["skipped"]}
-    except (KeyError, TypeError) as error:
-        raise InputError(f"{what} lacks a part that such a result has ({error!r}). {advice}") from None
+        records |= {(each["task"], each["seed"]): each for each in found["skipped"]}
+    except (KeyError, TypeError):
+        raise InputError(f"{what} lacks a part that such a result has. {advice}") from None
+    try:
+        check_records(records.values(), settings)
+    except ValueError as problem:
+        raise InputError(f"{what} is damaged: {problem}. {advice}") from None
+    return records

@@ -1,11 +1,13 @@
 """BP-KV, and every other policy that goes by the last positions, as a press of NVIDIA's kvpress."""
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +22,18 @@ except ImportError as error:
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.traits import ModelTraits
-from bpkv_trt.errors import ConfigError, InputError, ModelError
+from bpkv_trt.errors import ConfigError, InputError, ModelError, quoted
 from bpkv_trt.models.traits_of import traits_of
 from bpkv_trt.policies.base import Requirement
-from bpkv_trt.policies.registry import policy_class, settled
+from bpkv_trt.policies.registry import policy_class, refuse_idle, settled
 from bpkv_trt.runtime.engine import Engine, make_pool
 from bpkv_trt.runtime.event import CompactionEvent
 from bpkv_trt.runtime.scratch import scratch_rows
 
+_PRESSED: WeakSet[PreTrainedModel] = WeakSet()  # models within a `with` of ours
 logger = logging.getLogger(__name__)
 
-SET_BY_PRESS = ("budget", "generation_budget", "regime", "scope", "layer_table", "interval", "defer")
+SET_BY_PRESS = ("budget", "generation_budget", "regime", "scope", "layer_table", "interval", "defer", "page_size")
 UNSEEN: frozenset[Requirement] = frozenset({"received_attention", "query_moments", "replay"})
 
 
@@ -59,26 +62,31 @@ class BpkvPress(BasePress):  # type: ignore[misc]
         Options of `BpkvConfig`: policy, preset, readout, lookahead, positions, sinks, recent and others. ConfigError
         for those that a press settles (scope, regime, budgets, layer table) and for policies that it cannot serve.
 
-    `events` holds what was done, one CompactionEvent for every row of the latest batch.
+    What is compressed is the first forward pass of an empty cache. What is fed later, a question or the next chunk of a
+    context, is kept whole; a pass no shorter than the one that was compressed is warned of, once per `with`.
+
+    `events` holds what was done, one CompactionEvent for every row of the latest batch; every `with` starts it anew.
     """
 
     compression_ratio: float
     config: BpkvConfig
     events: list[CompactionEvent] = field(repr=False, compare=False)
+    _longest: int = field(repr=False, compare=False)  # tokens of a prefill within this `with`
 
     def __init__(self, compression_ratio: float = 0.0, **options: Any) -> None:
         given = [name for name in SET_BY_PRESS if name in options]
         if given:
             raise ConfigError(
                 f"{', '.join(given)} cannot be given to BpkvPress: it compresses a context once, by compression_ratio, "
-                "with equal counts in every head and layer. Leave it out."
+                "with equal counts in every head and layer, in a pool of its own. Leave it out."
             )
         _check_ratio(compression_ratio)
         self.compression_ratio = compression_ratio
         config = BpkvConfig(**options, regime="prefill", scope="head")
         _check_policy(config.policy)
         self.config = settled(config)
-        self.events = []
+        refuse_idle(options, [self.config])
+        self.events, self._longest = [], 0
 
     @contextmanager
     def __call__(self, model: PreTrainedModel) -> Iterator[None]:
@@ -88,12 +96,33 @@ class BpkvPress(BasePress):  # type: ignore[misc]
         InputError for a batch or a cache that cannot be compressed, which is then left whole.
         """
         _check_ratio(self.compression_ratio)  # kvpress lets it be set between uses
-        after = partial(self._after_forward, _PressedModel(model, _fitting_traits(model)))
-        handle = model.get_submodule("model").register_forward_hook(after, with_kwargs=True)
+        pressed = _PressedModel(model, _fitting_traits(model))
+        if model in _PRESSED:
+            raise ConfigError(
+                "Another BpkvPress is in use on this model, and a cache that one has cut the other cannot cut: leave "
+                "the outer `with` first, or give one press the whole ratio."
+            )
+        self.events, self._longest = [], 0
+        handle = model.get_submodule("model").register_forward_hook(
+            partial(self._after_forward, pressed), with_kwargs=True
+        )
+        _PRESSED.add(model)
         try:
             yield
         finally:
+            _PRESSED.discard(model)
             handle.remove()
+
+    def compress(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """What presses around another one call, layer by layer: always a ConfigError."""
+        raise ConfigError(
+            "BpkvPress judges a whole context after its prefill and not layer by layer, so it cannot be a part of "
+            "another press (ComposedPress, PrefillDecodingPress and others): use it by itself, `with press(model):`."
+        )
+
+    def forward_hook(self, *_: Any, **__: Any) -> Any:
+        """As `compress`: ComposedPress calls it instead."""
+        return self.compress()
 
     def _after_forward(
         self, pressed: _PressedModel, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -104,14 +133,28 @@ class BpkvPress(BasePress):  # type: ignore[misc]
             return
         tokens = kwargs.get("input_ids", args[0] if args else None)
         given = kwargs.get("inputs_embeds") if tokens is None else tokens
-        if given is None or cache.get_seq_length() != given.shape[1]:  # not the prefill: there were rows before
+        if given is None:
             return
+        length = given.shape[1]
+        if cache.get_seq_length() != length:  # not the prefill: there were rows before
+            self._warn_of_chunk(length)
+            return
+        self._longest = max(self._longest, length)
         layers = _plain_layers(cache)
         whole = [(layer.keys, layer.values) for layer in layers]
         kept = self._kept_rows(pressed, _checked(tokens, kwargs), whole)  # [B, L, Hkv, n]
         for index, layer in enumerate(layers):
             rows = kept[:, index, :, :, None].expand(-1, -1, -1, pressed.traits.head_dim)
             layer.keys, layer.values = layer.keys.gather(2, rows), layer.values.gather(2, rows)
+
+    def _warn_of_chunk(self, length: int) -> None:
+        """A question is shorter than its context; what is longer looks like more of the context."""
+        if 0 < self._longest <= length:
+            logger.warning(
+                f"{length} tokens follow the {self._longest} that were compressed, and are kept whole: only the first "
+                "forward pass of an empty cache is compressed. Feed a context in one pass."
+            )
+            self._longest = sys.maxsize  # once is enough
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -188,6 +231,11 @@ def _check_policy(name: str) -> None:
 
 
 def _fitting_traits(model: PreTrainedModel) -> ModelTraits:
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(
+            f"BpkvPress compresses the cache of a transformers model and was given {quoted(model)}: give it the model "
+            "itself, as AutoModelForCausalLM.from_pretrained or load_model(...).model returns it."
+        )
     traits = traits_of(model)
     if traits.sliding_layers:
         raise ModelError(

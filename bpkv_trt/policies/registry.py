@@ -1,11 +1,11 @@
 """Policies by name: those of the package, and those that other packages register."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import EntryPoint, entry_points
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.traits import ModelTraits
-from bpkv_trt.errors import ConfigError
+from bpkv_trt.errors import ConfigError, quoted
 from bpkv_trt.policies.adakv import AdaKv
 from bpkv_trt.policies.base import METHOD_OPTIONS, Policy
 from bpkv_trt.policies.bpkv import Bpkv
@@ -28,6 +28,26 @@ from bpkv_trt.policies.snapkv import SnapKv
 from bpkv_trt.policies.streaming_llm import StreamingLlm
 from bpkv_trt.policies.tova import Tova
 
+# Options that some runs have no use for: when one has, and how to say so.
+_USED: Mapping[str, tuple[Callable[[BpkvConfig], bool], str]] = {
+    "budget": (
+        lambda run: run.regime != ("generation",),
+        "it bounds a prompt's entries, which the regime generation never evicts; give generation_budget for the "
+        "answer's, or add prefill or deferred to regime",
+    ),
+    "generation_budget": (lambda run: "generation" in run.regime, "it is for the regime generation"),
+    "interval": (lambda run: "generation" in run.regime, "it is for the regime generation"),
+    "defer": (lambda run: "deferred" in run.regime, "it is for the regime deferred"),
+    "probes": (lambda run: run.readout == "exact", "they are those of the readout exact"),
+    "positions": (
+        lambda run: "last_queries" in policy_class(run.policy).requires,
+        "it is for policies that score by the latest queries",
+    ),
+    "top_k": (
+        lambda run: "readout" in policy_class(run.policy).requires,
+        "it is for policies that read out the next token's distribution, as bpkv does",
+    ),
+}
 ENTRY_POINTS = "bpkv.policies"  # the group in which a package names its Policy classes
 
 _BUILT_IN: dict[str, type[Policy]] = {
@@ -69,7 +89,7 @@ def policy_class(name: str) -> type[Policy]:
         return _BUILT_IN[name]
     found = tuple(entry_points(group=ENTRY_POINTS, name=name))
     if not found:
-        raise ConfigError(f"policy is {name!r}, which is not a policy; choose from {', '.join(policy_names())}.")
+        raise ConfigError(f"policy is {quoted(name)}, which is not a policy; choose from {', '.join(policy_names())}.")
     return _load(found[0])
 
 
@@ -97,6 +117,19 @@ def settled(config: BpkvConfig) -> BpkvConfig:
         _refuse_if_given(config, "regime", ",".join(refused), policy.regimes)
         changes["regime"] = [regime for regime in config.regime if regime in policy.regimes] or policy.regimes[:1]
     return config.replace(**changes)
+
+
+def refuse_idle(given: Collection[str], runs: Collection[BpkvConfig]) -> None:
+    """Raise ConfigError for an option that was given and changes nothing in any of these runs, which are settled.
+
+    A run that evicts nothing takes whatever is given.
+    """
+    evicting = [run for run in runs if not policy_class(run.policy).evicts_nothing]
+    for name, (uses, reason) in _USED.items():
+        if evicting and name in given and not any(map(uses, evicting)):
+            raise ConfigError(
+                f"{name} is {getattr(evicting[0], name)}, which changes nothing here: {reason}. Leave it out."
+            )
 
 
 def make_policy(config: BpkvConfig, traits: ModelTraits) -> Policy:

@@ -66,15 +66,19 @@ def pool_bytes(loaded: LoadedModel, rows: int, page_size: int) -> int:
     return pages_of(rows, page_size) * page_size * traits.layers * traits.kv_heads * row
 
 
-def require_memory(needed: int, device: torch.device, limit: int | None) -> None:
-    """Raise InputError where `needed` bytes are more than `limit`, or, without one, than the device has free."""
+def require_memory(needed: int, device: torch.device, limit: int | None, *, caches: int = 1) -> None:
+    """Raise InputError where `needed` bytes are more than `limit`, or, without one, than the device has free.
+
+    `caches`: how many are held at once, which the advice goes by.
+    """
     available = limit if limit is not None else free_bytes(device)
     if needed > available:
         whose = "the limit given" if limit is not None else f"what is free on {device}"
+        verify = "leave out --verify, which holds a second, full cache, " if caches > 1 else ""
         raise InputError(
             f"The prompt, its cache and the answer need about {needed / 2**20:,.0f} MiB beside the weights, more than "
             f"{whose}, {available / 2**20:,.0f} MiB. Nothing was run; shorten the prompt, ask for fewer new tokens, "
-            "use a narrower --dtype, leave out --verify, which holds a second, full cache, or lower what was raised of "
+            f"use a narrower --dtype, {verify}or lower what was raised of "
             "--top-k, --probes, --refine and --positions."
         )
 

@@ -1,5 +1,6 @@
 """Bad input that needs no model, or a damaged one: exit 2, one paragraph, no traceback, nothing written."""
 
+import json
 import os
 import shutil
 import signal
@@ -11,9 +12,12 @@ from pathlib import Path
 import pytest
 
 from bpkv_trt.cli import main
+from bpkv_trt.config import BpkvConfig
+from bpkv_trt.documents import document, write_json
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = ROOT / "tests" / "assets" / "tiny-llama"
+TABLE = ["layer-table", "--model", "m", "--output"]
 
 
 @pytest.fixture
@@ -98,8 +102,8 @@ def test_prompt_files_that_are_not_there(capsys: pytest.CaptureFixture[str], tmp
         ("--epsilon", "nan", "finite"),
         ("--policy", "snapkw", "'snapkw', which is not a policy; choose from bpkv, full"),
         ("--memory-limit", "4", "--memory-limit is '4'"),
-        ("--config", "absent.yaml", "absent.yaml cannot be read"),
-        ("--layer-table", "absent.json", "absent.json cannot be read"),
+        ("--config", "absent.yaml", "absent.yaml does not exist"),
+        ("--layer-table", "absent.json", "absent.json does not exist"),
     ],
 )
 def test_options(capsys: pytest.CaptureFixture[str], prompt: Path, option: str, value: str, words: str) -> None:
@@ -138,8 +142,68 @@ def test_output_never_takes_the_place_of_a_device_a_pipe_or_an_input(
     assert prompt.read_bytes() == text
 
 
-def test_a_prompt_without_end_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "more than 64 MiB" in generate(capsys, Path("/dev/zero"))
+def test_what_a_user_keeps_in_a_file_is_never_overwritten(
+    capsys: pytest.CaptureFixture[str], prompt: Path, tmp_path: Path
+) -> None:
+    """By any command: neither an input, whatever it looks like, nor any file that no run of ours wrote."""
+    table, config = tmp_path / "table.json", tmp_path / "own.yaml"
+    write_json(table, document(BpkvConfig(), {"weights": [1.0]}))  # ours, so that only being an input protects it
+    config.write_text(f"layer_table: {table}\n")
+    for given in (["--layer-table", table], ["--config", config]):
+        assert "--json would overwrite the file given to --layer-table" in generate(
+            capsys, prompt, *given, "--json", table
+        )
+    assert "--json would overwrite the file given to --config" in generate(
+        capsys, prompt, "--config", config, "--json", config
+    )
+    for content in (b"", b"notes", b"\xff", b"[" * 10**5, b'{"model_type": "llama"}', b'{"schema_version": 1}', b"[1]"):
+        for command in (["generate", "--model", "m", "--prompt-file", prompt, "--json"], ["doctor", "--json"], TABLE):
+            (tmp_path / "mine").write_bytes(content)
+            assert "mine is there and is no document of bpkv" in refusal(capsys, *command, tmp_path / "mine")
+            assert (tmp_path / "mine").read_bytes() == content
+
+
+def test_documents_of_ours_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bpkv_trt.cli.examine", list)
+    out, link = tmp_path / "out.json", tmp_path / "link.json"
+    link.symlink_to(out)
+    for path in (out, link, out):
+        assert main(["doctor", "--json", str(path)]) == 0
+    assert json.loads(out.read_text())["findings"] == [] and link.is_symlink()
+
+
+@pytest.mark.skipif(not Path("/dev/stdout").exists(), reason="needs a name for the standard output")
+@pytest.mark.parametrize(("stream", "name"), [(">out.txt", "/dev/stdout"), ("2>out.txt", "/dev/stderr")])
+def test_what_the_output_goes_to_is_not_overwritten(tmp_path: Path, stream: str, name: str) -> None:
+    (tmp_path / "link.json").symlink_to(tmp_path / "out.txt")
+    for path in (name, tmp_path / "out.txt", tmp_path / "link.json"):
+        done = closed(f"{stream.replace('out', str(tmp_path / 'out'))}", "doctor", "--json", str(path))
+        message = done.stderr or (tmp_path / "out.txt").read_text()
+        assert done.returncode == 2 and "--json would overwrite what the standard" in message
+
+
+@pytest.mark.parametrize("flag", ["--prompt-file", "--config", "--layer-table"])
+def test_only_files_are_read_and_only_as_much_as_they_could_hold(
+    capsys: pytest.CaptureFixture[str], prompt: Path, tmp_path: Path, flag: str
+) -> None:
+    pipe, large = tmp_path / "pipe", tmp_path / "large"
+    os.mkfifo(pipe)
+    with large.open("wb") as file:
+        file.truncate((64 << 20) + 1)
+    for path, words in [
+        ("/dev/zero", "is a device or a pipe"),
+        (pipe, "is a device or a pipe"),
+        (large, "MiB, more than is read of one"),
+        (tmp_path, "is a directory"),
+        (tmp_path / "absent", f"absent does not exist; check the path given to {flag}"),
+        ("", "empty"),
+    ]:
+        assert words in generate(capsys, prompt, flag, path)
+
+
+@pytest.mark.parametrize("flag", ["--prompt-file", "--config", "--layer-table", "--json"])
+def test_an_empty_name_of_a_file_is_called_empty(capsys: pytest.CaptureFixture[str], prompt: Path, flag: str) -> None:
+    assert "empty" in generate(capsys, prompt, flag, "")
 
 
 def test_a_question_in_another_encoding_is_refused(capsys: pytest.CaptureFixture[str], prompt: Path) -> None:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -205,6 +205,47 @@ def test_results_of_something_else_are_refused_and_kept(tmp_path: Path, capsys: 
     assert "snapkv" in message
 
 
+DAMAGE: list[Callable[[dict[str, Any]], Any]] = [
+    lambda found: found["cells"].pop(),
+    lambda found: found["cells"].append(found["cells"][0]),
+    lambda found: found.pop("cells"),
+    lambda found: found["samples"][0].pop("masks"),
+    lambda found: found["samples"][0].update(seed=[0]),
+    lambda found: found["skipped"].append({"task": "passkey", "seed": 7}),
+    lambda found: found["settings"]["arms"][0].pop("contender"),
+    lambda found: found["settings"].update(arms=[1]),
+    *(
+        partial(lambda name, value, found: found["cells"][1].update({name: value}), name, value)
+        for name in ("future_kl_mean", "top1", "correct", "tokens", "entries_fraction", "retention", "notes", "budget")
+        for value in ("x", [None], {"a": 1}, 7.5)
+        if (name, value) not in (("notes", ["x"]), ("entries_fraction", 7.5), ("future_kl_mean", 7.5), ("top1", 7.5))
+    ),
+    *(
+        partial(lambda name, found: found["cells"][1].pop(name), name)
+        for name in ("future_kl_max", "scope", "pages_freed", "correct_full", "compress_s", "retention", "seed")
+    ),
+]
+
+
+def test_a_damaged_result_is_refused_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], whole: dict[str, Any]
+) -> None:
+    """Before anything is measured, by what is asked for more of."""
+    out = tmp_path / "out.json"
+    for damage in DAMAGE:
+        found = json.loads(json.dumps(whole))
+        damage(found)
+        out.write_text(json.dumps(found))
+        message = refused(capsys, "--json", str(out), samples="3")
+        assert "--overwrite" in message and "Error" not in message and len(message) < 1000, message
+        assert json.loads(out.read_text()) == found and [*tmp_path.iterdir()] == [out]
+    record = {**whole["samples"][0], "cells": [{}]}
+    header = {"kind": "compare", "schema_version": 1, "settings": whole["settings"]}
+    out.unlink()
+    journal(out).write_text(f"{json.dumps(header)}\n{json.dumps(record)}\n")
+    assert "is damaged" in refused(capsys, "--json", str(out))
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -226,8 +267,8 @@ def test_results_of_something_else_are_refused_and_kept(tmp_path: Path, capsys: 
         ({"samples": "x"}, ["--samples", "'x'"]),
         ({"tokens": "-5"}, ["tokens", "-5"]),
         ({"jobs": "0"}, ["jobs", "0"]),
-        ({"seed": "-1"}, ["seed", "negative"]),
-        ({"masks": "-1"}, ["masks", "negative"]),
+        ({"seed": "-1"}, ["seed is -1 and cannot be negative"]),
+        ({"masks": "-1"}, ["masks is -1 and cannot be negative"]),
         ({"memory_limit": "much"}, ["--memory-limit", "much"]),
         ({"model": "no/such/model"}, ["no/such/model"]),
         ({"tokens": "40"}, ["No sample could be measured", "too few"]),
@@ -258,6 +299,22 @@ def test_places_that_cannot_be_written_to(tmp_path: Path, capsys: pytest.Capture
     assert "cannot be written to" in refused(capsys, "--plot", "/proc/plots")
     assert "is a directory" in refused(capsys, "--json", str(tmp_path))
     assert "--json" in refused(capsys, "--overwrite")
+
+
+def test_not_even_overwriting_takes_the_place_of_an_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table, config, model = tmp_path / "table.json", tmp_path / "common.yaml", tmp_path / "model.gguf"
+    table.write_text('{"weights": [1, 2, 3, 4]}')
+    config.write_text("sinks: 2\n")
+    model.write_bytes(b"GGUF")
+    for path, flag, more, changed in [
+        (table, "--layer-table", ["--layer-table", str(table)], {"policies": "bpkv"}),
+        (table, "--layer-table", [], {"policies": f"bpkv[layer_table={table}],bpkv"}),
+        (config, "--config", ["--config", str(config)], {}),
+        (model, "--model", [], {"model": str(model)}),
+    ]:
+        content = path.read_bytes()
+        message = refused(capsys, "--overwrite", "--json", str(path), *more, **changed)
+        assert f"--json would overwrite the file given to {flag}" in message and path.read_bytes() == content
 
 
 def test_a_result_that_another_run_adds_to_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import resource
 import shutil
 import signal
@@ -150,6 +151,8 @@ def test_a_prompt_beyond_the_model_s_positions_is_refused_unless_allowed(
     assert "--allow-extrapolation" in refused(capsys, tmp_path, text)
     document = generate(tmp_path, text, "--allow-extrapolation", "--budget", "0.1")
     assert document["prompt_tokens"] > 2048
+    (note,) = document["notes"]
+    assert "knows 2048" in note and note in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
@@ -158,7 +161,8 @@ def test_a_prompt_beyond_the_model_s_positions_is_refused_unless_allowed(
         (("--budget", "10t"), "protected"),
         (("--budget", "9kB"), "protected"),
         (("--scope", "everywhere"), "'head', 'layer' or 'global'"),
-        (("--memory-limit", "1MiB"), "more than the limit given"),
+        (("--memory-limit", "1MiB"), "use a narrower --dtype, or lower"),
+        (("--memory-limit", "1MiB", "--verify"), "leave out --verify"),
         (("--regime", "prefill,deferred"), "choose one"),
         (("--max-new-tokens", "0"), "max_new_tokens"),
         (("--temperature", "-1"), "temperature"),
@@ -223,6 +227,22 @@ def flipped_header(directory: Path) -> Path:
     return model
 
 
+def ending_at(token: object) -> Callable[[Path], Path]:
+    def make(directory: Path) -> Path:
+        model = llama(directory)
+        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": token}))
+        return model
+
+    return make
+
+
+def damaged_bin(directory: Path) -> Path:
+    model = llama(directory)
+    (model / "model.safetensors").unlink()
+    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Path("x")))
+    return model
+
+
 def truncated_gguf(directory: Path) -> Path:
     source = write_gguf(directory / "small.gguf", small_llama())
     truncated(source)
@@ -242,6 +262,8 @@ def corrupted_gguf(directory: Path) -> Path:
         (without_tokenizer, "without a tokenizer"),
         (truncated_weights, "weights"),
         (flipped_header, "weights"),
+        (damaged_bin, "it is damaged, or holds more than weights"),
+        *((ending_at(token), "eos_token_id") for token in ("x", ["x"], 1.5, True, -1, 10**6, [1, None, {}])),
         (truncated_gguf, "truncated, damaged"),
         (corrupted_gguf, "truncated, damaged"),
         (lambda directory: directory / "no" / "such" / "model", "no file or directory"),

@@ -22,6 +22,7 @@ def report(**changes: Any) -> dict[str, Any]:
         "pool": {"page_size": 32, "bytes_before": 131 * 2**20, "bytes_after": 27 * 2**20, "pages_freed": 6400},
         "timings_s": {"load": 1.5, "prefill": 4.25, "verify": 0.0},
         "events": [],
+        "notes": [],
         **changes,
     }  # fmt: skip
 

@@ -4,7 +4,7 @@ import pytest
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import ConfigError
-from bpkv_trt.evaluation.arm import arms_of
+from bpkv_trt.evaluation.arm import arms_of, refuse_idle_options
 from bpkv_trt.evaluation.contender import parse_contenders
 
 
@@ -70,6 +70,9 @@ def test_samples_seed_what_is_random_unless_it_was_given() -> None:
         ("bpkv", ["prefill", "prefill"], ["prefill", "more than once"]),
         ("bpkv", ["prefill,generation", "generation, prefill"], ["prefill,generation", "more than once"]),
         ("bpkv", ["decode"], ["decode", "deferred"]),
+        ("bpkv[refine=0],bpkv[refine=00]", ["prefill"], ["bpkv[refine=0] and bpkv[refine=00]", "same"]),
+        ("bpkv,bpkv[refine=64]", ["prefill"], ["bpkv and bpkv[refine=64]", "same"]),
+        ("snapkv[safeguard=0.5]", ["prefill"], ["safeguard"]),
         ("expected_attention[sinks=2]", ["prefill"], ["expected_attention", "--sinks"]),
     ],
 )
@@ -77,3 +80,29 @@ def test_contenders_that_cannot_be(contender: str, regimes: list[str], words: li
     with pytest.raises(ConfigError) as error:
         arms_of(parse_contenders(contender), BpkvConfig(), regimes, ["0.2"])
     assert all(word in str(error.value) for word in words), error.value
+
+
+def test_an_option_is_idle_only_where_no_regime_uses_it() -> None:
+    def check(policies: str, regimes: list[str], **common: object) -> None:
+        given, contenders = BpkvConfig(**common), parse_contenders(policies)
+        refuse_idle_options(contenders, given, arms_of(contenders, given, regimes, ["0.5"]))
+
+    check("bpkv,random", ["prefill", "deferred"], defer=4, positions=4)
+    check("bpkv,full", ["prefill,generation"], interval=4, generation_budget="64t")
+    check("bpkv[defer=3]", ["prefill", "deferred"])
+    check("full", ["prefill"], interval=4)
+    for policies, words, common in [
+        ("bpkv", "defer is 4", {"defer": 4}),
+        ("snapkv,random", "interval is 4", {"interval": 4}),
+        ("random,h2o", "positions is 4", {"positions": 4}),
+        ("bpkv,bpkv[interval=4]", r"In the contender bpkv\[interval=4\]: interval is 4", {}),
+        ("bpkv,random[top_k=4]", r"In the contender random\[top_k=4\]: top_k is 4", {}),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            check(policies, ["prefill"], **common)
+
+
+@pytest.mark.parametrize("budgets", [["0.5", "50%"], ["64t", "64.0t"], ["1MiB", "1024KiB"], ["0.5", "0.50"]])
+def test_one_budget_written_in_two_ways_is_given_twice(budgets: list[str]) -> None:
+    with pytest.raises(ConfigError, match=f"budgets has {budgets[0]} and {budgets[1]}, which are the same"):
+        arms_of(parse_contenders("bpkv"), BpkvConfig(), ["prefill"], budgets)

@@ -9,12 +9,12 @@ import pytest
 from bpkv_trt.errors import InputError
 from bpkv_trt.evaluation.journal import Journal
 
-SAMPLES = [{"task": "passkey", "seed": seed, "cells": []} for seed in range(3)]
+SAMPLES = [{"task": "passkey", "seed": seed, "skipped": "too long"} for seed in range(3)]
 
 
 def written(tmp_path: Path) -> tuple[Path, list[bytes]]:
     """A journal of three samples, and its lines: the header's first."""
-    journal = Journal(tmp_path / "out.json", {"tokens": 500})
+    journal = Journal(tmp_path / "out.json", {"tokens": 500, "arms": []})
     for sample in SAMPLES:
         journal.append(sample)
     return journal.path, journal.path.read_bytes().splitlines(keepends=True)
@@ -38,7 +38,7 @@ def test_a_damaged_line_is_named_by_its_number_in_the_file(
     lines[number - 1] = damage(lines[number - 1])
     path.write_bytes(b"".join(lines))
     with pytest.raises(InputError, match=rf"cannot be read: line {number} is damaged \(.*{words}.*--overwrite"):
-        Journal(tmp_path / "out.json", {"tokens": 500})
+        Journal(tmp_path / "out.json", {"tokens": 500, "arms": []})
     assert path.read_bytes() == b"".join(lines)
 
 
@@ -47,7 +47,7 @@ def test_a_line_that_is_no_sample_is_named_too(tmp_path: Path, value: object) ->
     path, lines = written(tmp_path)
     path.write_bytes(b"".join([*lines[:2], json.dumps(value).encode() + b"\n", lines[3]]))
     with pytest.raises(InputError, match="line 3 is damaged"):
-        Journal(tmp_path / "out.json", {"tokens": 500})
+        Journal(tmp_path / "out.json", {"tokens": 500, "arms": []})
 
 
 @pytest.mark.parametrize("kept", range(5))
@@ -55,8 +55,8 @@ def test_whole_lines_are_read_and_a_cut_off_one_is_not(tmp_path: Path, kept: int
     path, lines = written(tmp_path)
     cut = lines[kept][:-5] if kept < len(lines) else b""
     path.write_bytes(b"".join(lines[:kept]) + cut)
-    journal = Journal(tmp_path / "out.json", {"tokens": 500})
+    journal = Journal(tmp_path / "out.json", {"tokens": 500, "arms": []})
     assert [*journal.records.values()] == SAMPLES[: max(0, kept - 1)]
-    journal.append({"task": "vt", "seed": 9})
-    again = Journal(tmp_path / "out.json", {"tokens": 500})
+    journal.append({"task": "vt", "seed": 9, "skipped": "too long"})
+    again = Journal(tmp_path / "out.json", {"tokens": 500, "arms": []})
     assert [*again.records] == [*journal.records] and ("vt", 9) in again.records

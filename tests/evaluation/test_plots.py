@@ -1,5 +1,7 @@
 """Pictures: as many panels as there is to show, and files that are images and not blank."""
 
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 from matplotlib import image
 
+from bpkv_trt.errors import InputError
 from bpkv_trt.evaluation import plots
 from bpkv_trt.evaluation.cells import measure_sample
 from bpkv_trt.evaluation.results import result_document
@@ -27,6 +30,21 @@ def test_every_picture_is_drawn(document: dict[str, Any], tmp_path: Path) -> Non
     for file in files:
         picture = image.imread(file)
         assert picture.shape[0] > 200 and picture.shape[1] > 200 and len(np.unique(picture)) > 20
+
+
+def test_a_full_disk_is_told_with_the_picture_s_name_and_leaves_no_part_of_it(
+    document: dict[str, Any], tmp_path: Path
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # less than a picture has, so writing it fails for real
+    try:
+        with pytest.raises(InputError, match=r"kl_prefill\.png cannot be written \(File too large\)"):
+            plots.draw_all(document, tmp_path / "plots")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, previous)
+    assert [*(tmp_path / "plots").iterdir()] == []
 
 
 def test_there_is_a_panel_for_everything(document: dict[str, Any]) -> None:

@@ -231,6 +231,9 @@ def test_a_ratio_out_of_range_is_refused(model: PreTrainedModel, ratio: Any) -> 
     ("options", "reason"),
     [
         ({"budget": "0.2", "scope": "layer"}, "budget, scope cannot be given to BpkvPress"),
+        ({"page_size": 16}, "page_size cannot be given to BpkvPress"),
+        ({"policy": "random", "positions": 4}, "positions is 4, which changes nothing"),
+        ({"readout": "direct", "probes": 4}, "probes is 4, which changes nothing"),
         ({"policy": "h2o"}, "h2o needs received_attention, which a finished prefill's cache and last tokens do not"),
         ({"policy": "kvzip"}, "kvzip needs replay"),
         ({"policy": "pyramidkv"}, "pyramidkv keeps more in some layers than in others"),
@@ -255,6 +258,46 @@ def test_models_that_are_not_covered_are_refused_by_name() -> None:
         pytest.raises(ModelError, match="sliding-window layers"),
         BpkvPress(0.5)(random_model(configurations()["gemma2"])),
     ):
+        pass
+
+
+@torch.no_grad()
+def test_what_is_fed_after_the_prefill_is_kept_and_a_long_chunk_warned_of_once(
+    model: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    chunk, press = torch.tensor([prompt_tokens(14)[:100]]), BpkvPress(0.5)
+    for _ in range(2):
+        caplog.clear()
+        with press(model):
+            assert press.events == []
+            held = DynamicCache()
+            model(input_ids=chunk, past_key_values=held)
+            model(input_ids=chunk[:, :60], past_key_values=held)
+            assert not caplog.records
+            model(input_ids=chunk, past_key_values=held)
+            model(input_ids=chunk, past_key_values=held)
+            model(input_ids=chunk, past_key_values=DynamicCache())
+        (record,) = caplog.records
+        assert "100 tokens follow the 100 that were compressed, and are kept whole" in record.message
+        assert held.get_seq_length() == 50 + 60 + 200
+
+
+def test_a_press_within_another_is_refused(model: PreTrainedModel) -> None:
+    press, before = BpkvPress(0.5), state_of(model)
+    with pytest.raises(ConfigError, match="Another BpkvPress is in use"), press(model), BpkvPress(0.2)(model):
+        pass
+    assert state_of(model) == before
+    held = prefilled(model, prompt_tokens(15)[:100], press)
+    assert held.get_seq_length() == 50, "the model is free again"
+    prefill = {"prefilling_press": press, "decoding_press": None}
+    for outer in (kvpress.ComposedPress([press]), kvpress.PrefillDecodingPress(**prefill)):
+        with pytest.raises(ConfigError, match="cannot be a part of another press"), torch.no_grad(), outer(model):
+            model(input_ids=torch.tensor([prompt_tokens(15)[:60]]), past_key_values=DynamicCache())
+
+
+@pytest.mark.parametrize("given", [None, "smollm2", torch.nn.Linear(2, 2)], ids=str)
+def test_what_is_no_model_is_refused(given: Any) -> None:
+    with pytest.raises(ModelError, match="transformers model"), BpkvPress(0.5)(given):
         pass
 
 

@@ -9,7 +9,7 @@ from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.traits import ModelTraits
 from bpkv_trt.errors import ConfigError
 from bpkv_trt.policies.base import METHOD_OPTIONS, Policy
-from bpkv_trt.policies.registry import make_policy, policy_class, policy_names, settled
+from bpkv_trt.policies.registry import make_policy, policy_class, policy_names, refuse_idle, settled
 
 BUILT_IN = (
     "bpkv",
@@ -286,3 +286,43 @@ def test_the_paper_s_recent_window_holds_its_positions_and_a_deferral() -> None:
     assert (config.recent, config.positions, config.replayed_positions) == (40, 32, 40)
     with pytest.raises(ConfigError, match="recent is 32 and positions is 32 and defer is 8"):
         settled(BpkvConfig(preset="paper", regime="deferred", recent=32))
+
+
+IDLE: list[dict[str, object]] = [
+    {"budget": "0.3", "regime": "generation"},
+    {"generation_budget": "64t", "regime": "prefill"},
+    {"interval": 16, "regime": "deferred"},
+    {"defer": 4},
+    {"defer": 4, "regime": "prefill,generation"},
+    {"probes": 4, "readout": "direct"},
+    {"probes": 4, "preset": "paper"},
+    *({"policy": name, "positions": 4} for name in ("random", "streaming_llm", "h2o", "kvzip", "expected_attention")),
+    *({"policy": name, "top_k": 4} for name in ("random", "streaming_llm", "h2o", "snapkv", "tova")),
+]
+
+
+@pytest.mark.parametrize("options", IDLE, ids=str)
+def test_options_that_change_nothing_are_refused(options: dict[str, object]) -> None:
+    config = BpkvConfig(**options)
+    idle = [name for name in options if name not in ("policy", "regime", "readout", "preset")]
+    with pytest.raises(ConfigError, match=f"{idle[0]} is .* changes nothing here: .* Leave it out"):
+        refuse_idle(config.model_fields_set, [settled(config)])
+    refuse_idle(config.model_fields_set, [settled(config), settled(BpkvConfig(regime="deferred,generation"))])
+    refuse_idle(config.model_fields_set, [settled(BpkvConfig(**{**options, "policy": "full"}))])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"policy": name} for name in BUILT_IN),
+        {"preset": "paper"},
+        {"interval": 16, "generation_budget": "64t"},
+        {"policy": "deferkv", "defer": 2},
+        {"policy": "inertiakv", "defer": 2, "interval": 4},
+        {"policy": "snapkv", "positions": 4},
+        {"positions": 4, "top_k": 8, "probes": 2},
+    ],
+    ids=str,
+)
+def test_what_is_used_or_was_not_given_is_not_idle(options: dict[str, object]) -> None:
+    refuse_idle(options, [settled(BpkvConfig(**options))])
