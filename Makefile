@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+# Files of tests run side by side, each process on one core; a real model in float64 takes up to 10 GB of memory.
+PYTEST_WORKERS ?= 2
 export PYTHONPATH := $(CURDIR)
 
 # Recursive on purpose: evaluated by the recipes that need an environment, and by no others.
@@ -17,7 +19,7 @@ demo:
 	  --question "What does the with statement do?" --budget 0.2 --verify --json out/demo.json
 
 test: lint
-	@"$(ENV_PYTHON)" -m pytest $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} "$(ENV_PYTHON)" -m pytest -n $(PYTEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 lint:
 	@set -e; python="$(ENV_PYTHON)"; $$python -m ruff check .; $$python -m ruff format --check .; $$python -m mypy
