@@ -1,8 +1,9 @@
-"""Compile the Triton kernels ahead of time: a folder of cubins, and a manifest that says how to launch each.
+"""Compile the Triton kernels ahead of time: a folder of cubins, and a manifest that says what each takes.
 
     python build_scripts/compile_kernels.py --targets 80,90a --output out/kernels
 
-Needs torch and Triton, no GPU. What the folder has already is not compiled again; equal sources give equal bytes.
+Needs torch and Triton, no GPU. What the folder's manifest has already is not compiled again; equal sources give equal
+bytes. Grids, scratch tensors and the order of launches are those of the launchers in bpkv_trt/kernels.
 """
 
 import argparse
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from bpkv_trt.kernels.configuration import KernelConfiguration
     from bpkv_trt.progress import Progress
 
+MOST_JOBS = 1024
 COLUMNS = ("kernel", "target", "cubins", "registers", "shared bytes", "spilled bytes")
 
 
@@ -78,20 +80,22 @@ def configuration(options: argparse.Namespace) -> "KernelConfiguration":
 
 
 def compile_kernels(options: argparse.Namespace) -> None:
-    if options.jobs is not None and options.jobs < 1:
-        raise ConfigError(f"--jobs is {options.jobs}; give 1 or more.")
+    if options.jobs is not None and not 1 <= options.jobs <= MOST_JOBS:
+        raise ConfigError(f"--jobs is {options.jobs}; give 1 to {MOST_JOBS}.")
     check_compiler()
     from bpkv_trt.kernels.aot import TARGETS, compile_all, parse_targets, variants_of
     from bpkv_trt.kernels.configuration import launches
 
     targets = list(TARGETS) if options.targets is None else parse_targets(options.targets)
-    variants = variants_of(launches(configuration(options)))
+    wanted = configuration(options)
+    variants = variants_of(launches(wanted))
     make_directory(options.output)
     cubins = []
     with bars() as progress:
         if progress is not None:
             progress.stage("kernels", len(variants) * len(targets))
-        for cubin in compile_all(variants, targets, options.output, options.jobs or usable_cores()):
+        jobs = options.jobs or usable_cores()
+        for cubin in compile_all(variants, targets, options.output, jobs, wanted.document()):
             cubins.append(cubin)
             if progress is not None:
                 progress.advance()
@@ -118,6 +122,8 @@ def make_directory(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()  # asking for permission answers wrongly for root
+    except FileExistsError:
+        raise InputError(f"The output {path} is a file; give a folder.") from None
     except OSError as error:
         raise InputError(f"The output {path} cannot be written to ({error.strerror}); give another folder.") from None
 

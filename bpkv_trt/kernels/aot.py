@@ -1,4 +1,7 @@
-"""Kernels compiled ahead of time, without a GPU: a folder of cubins, and a manifest that says how to launch each."""
+"""Kernels compiled ahead of time, without a GPU: a folder of cubins, and a manifest of what each takes.
+
+How they are launched, the grid, scratch tensors, initial values and order, is what the launchers in this package do.
+"""
 
 import hashlib
 import json
@@ -6,7 +9,7 @@ import re
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -118,7 +121,9 @@ def variants_of(launches: Iterable[Launch]) -> list[Variant]:
 
 def parse_targets(text: str) -> list[str]:
     """Read `80,90a`; raises ConfigError, naming the choices."""
-    targets = [target.strip().removeprefix("sm_") for target in text.split(",")]
+    targets = [target.strip().removeprefix("sm_") for target in text.split(",") if target.strip()]
+    if not targets:
+        raise ConfigError(f"targets is {text!r}, which names none; choose from {', '.join(TARGETS)}.")
     if unknown := [target for target in targets if target not in TARGETS]:
         raise ConfigError(
             f"targets has {', '.join(unknown)}, which nothing is compiled for; choose from {', '.join(TARGETS)}."
@@ -126,11 +131,17 @@ def parse_targets(text: str) -> list[str]:
     return list(dict.fromkeys(targets))
 
 
-def compile_all(variants: Sequence[Variant], targets: Sequence[str], output: Path, jobs: int) -> Iterator[Cubin]:
+def compile_all(
+    variants: Sequence[Variant],
+    targets: Sequence[str],
+    output: Path,
+    jobs: int,
+    configuration: Mapping[str, Any] | None = None,
+) -> Iterator[Cubin]:
     """Compile every variant for every target into `output`, in `jobs` processes; yields cubins as they are done.
 
     What the folder's manifest already has is not compiled again. The manifest, written last, lists exactly these, in
-    the order of variants and targets.
+    the order of variants and targets, and the configuration that they are for. Other files stay as they are, unused.
     """
     output.mkdir(parents=True, exist_ok=True)
     known = {cubin.file: cubin for cubin in read_manifest(output)}
@@ -152,6 +163,8 @@ def compile_all(variants: Sequence[Variant], targets: Sequence[str], output: Pat
     manifest = {
         "schema_version": SCHEMA_VERSION,
         "triton": triton.__version__,
+        "alignment": ALIGNMENT,
+        "configuration": configuration,
         "cubins": [asdict(done[file]) for file in wanted],
     }
     write_json(output / "manifest.json", manifest)
@@ -163,12 +176,12 @@ def read_manifest(folder: Path) -> list[Cubin]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["schema_version"] != SCHEMA_VERSION:
-            raise ConfigError(f"The manifest {path} is of another version; remove {folder} and compile again.")
+            raise ConfigError(f"The manifest {path} is of another version; remove it and compile again.")
         return [Cubin(**{**cubin, "arguments": list(map(tuple, cubin["arguments"]))}) for cubin in content["cubins"]]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"The manifest {path} cannot be read ({error}); remove {folder} and compile again.") from None
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"The manifest {path} is damaged or cannot be read; remove it and compile again.") from None
 
 
 def _sources(function: JITFunction) -> Iterator[str]:

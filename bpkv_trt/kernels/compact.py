@@ -18,13 +18,15 @@ def compact(rows: Tensor, offsets: Tensor, cache: PagedCache, positions: Tensor 
 
     rows [n] int32 kept rows of each (sequence, KV head) in turn, counted from the head's first, ascending; offsets
     [B Hkv + 1] int32 or int64 where each head's begin. positions [pages, page_size] int32 is the side array of pages
-    that belong to one head (page 0 is the page at `addresses`); shared pages have none. Bytes are moved, never
-    converted. What lies behind the kept rows stays as it was, and so do lengths and page lists: they are the pool's.
+    that belong to one head, all that a list may name (page 0 is the page at `addresses`); shared pages have none. Bytes
+    are moved, never converted. What lies behind the kept rows stays as it was, and so do lengths and page lists: they
+    are the pool's.
 
     All L layers go in one launch: (sequence, layer) pairs count as sequences, B L of them, with page lists that name
-    pages from one beginning (in TensorRT-LLM's blocks: offset + 2 layer). The plan is the pool's to validate: rows that
-    do not ascend or exist are not noticed here. Runs on the current device. Raises TypeError or ValueError, before any
-    launch, where an argument does not fit.
+    pages from one beginning (in TensorRT-LLM's blocks: offset + 2 layer). The plan is the pool's to validate: values on
+    the device are not read back to be checked, so offsets that do not ascend from 0 to n, rows that do not ascend or
+    exist, and pages beyond the pool or `positions` are not noticed here. Runs on the current device. Raises TypeError
+    or ValueError, before any launch, where an argument does not fit.
     """
     expect("rows", rows, (None,), [torch.int32], cache.device)
     expect("offsets", offsets, (cache.sequences * cache.kv_heads + 1,), [torch.int32, torch.int64], cache.device)

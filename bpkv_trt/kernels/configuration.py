@@ -1,7 +1,7 @@
 """What kernels are compiled for: the launches that a model and its cache need, whatever the sizes at run time."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -15,13 +15,15 @@ from bpkv_trt.kernels.decode import MAX_SPLITS, paged_decode_attention
 from bpkv_trt.kernels.deletion import deletion_statistics, nomination
 from bpkv_trt.kernels.launch import Launch, recorded
 from bpkv_trt.kernels.lse import log_sum_exp
-from bpkv_trt.kernels.paged import CacheType, PagedCache
+from bpkv_trt.kernels.paged import ROW_BYTES, CacheType, PagedCache
 from bpkv_trt.kernels.positions import BLOCK_ROWS
-from bpkv_trt.kernels.refinement import choose
+from bpkv_trt.kernels.refinement import MOST_CHANNELS, choose
 from bpkv_trt.kernels.score import singleton_scores
 
 SMALLEST_HEAD, LARGEST_HEAD = 16, 256  # numbers; more than 256 have no tiles that fit
-MOST_CHANNELS = 128  # of one position, for 16 candidates, in the registers of stage 2
+MOST_KV_HEADS = 2**16 - 1  # of a grid's second dimension
+MOST_ROWS = 2**20  # of a page; kernels count rows in int32
+LEAST_SOFTCAP, LARGEST_SOFTCAP = 0.001, torch.finfo(torch.float32).max
 MOST_ELEMENTS = 2**31  # of one sequence's readout: kernels count them in int32
 
 
@@ -51,23 +53,31 @@ class KernelConfiguration:
                 f"query_heads is {self.query_heads} with {self.kv_heads} KV heads; give a multiple of these, at most "
                 f"{BLOCK_ROWS} times as many."
             )
-        if not SMALLEST_HEAD <= self.head_dim <= LARGEST_HEAD or self.head_dim % 8:
+        unit = ROW_BYTES // self.cache.itemsize
+        if not SMALLEST_HEAD <= self.head_dim <= LARGEST_HEAD or self.head_dim % unit:
             raise ConfigError(
-                f"head_dim is {self.head_dim}; give a multiple of 8 from {SMALLEST_HEAD} to {LARGEST_HEAD}."
+                f"head_dim is {self.head_dim}; give a multiple of {unit} from {SMALLEST_HEAD} to {LARGEST_HEAD}, so "
+                f"that rows in {self.cache.value} are multiples of {ROW_BYTES} bytes."
             )
-        if self.channels > MOST_CHANNELS:
-            raise ConfigError(f"channels is {self.channels}; give at most {MOST_CHANNELS}.")
+        for name, most in (("kv_heads", MOST_KV_HEADS), ("page_size", MOST_ROWS), ("channels", MOST_CHANNELS)):
+            if getattr(self, name) > most:
+                raise ConfigError(f"{name} is {getattr(self, name)}; give at most {most}.")
         if self.positions * self.channels * self.query_heads * self.head_dim > MOST_ELEMENTS:
             raise ConfigError(
                 f"positions is {self.positions} with {self.channels} channels of {self.query_heads} heads of "
                 f"{self.head_dim}, more than {MOST_ELEMENTS:,} numbers; give fewer of one of them."
             )
-        if self.softcap is not None and not 0 < self.softcap < float("inf"):
-            raise ConfigError(f"softcap is {self.softcap}; give a number above 0, or none.")
+        if self.softcap is not None and not LEAST_SOFTCAP <= self.softcap <= LARGEST_SOFTCAP:
+            raise ConfigError(f"softcap is {self.softcap}; give a number from {LEAST_SOFTCAP}, or none.")
         try:
             self.cache.operand(self.activations)
         except TypeError as error:
-            raise ConfigError(f"{error} Choose another type of cache or of activations.") from None
+            fitting = self.cache.value if self.cache.itemsize > 1 else "bf16"
+            raise ConfigError(f"{error} Give --activations {fitting}, or another type of cache.") from None
+
+    def document(self) -> dict[str, Any]:
+        """Its fields, as a manifest has them."""
+        return asdict(self) | {"cache": self.cache.value, "activations": str(self.activations).removeprefix("torch.")}
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bpkv_trt.kernels.arguments import expect_int
 from bpkv_trt.kernels.launch import launch
 from bpkv_trt.kernels.lse import attention_logits, expect_queries
 from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets, tile_rows
@@ -32,11 +33,12 @@ def paged_decode_attention(
 
     Each head's rows are shared out among `splits` programs, by default as `split_count` says, and their results
     combined. Sums are fp32; attention weights are rounded to the type of the product. Runs on the current device.
-    Raises TypeError or ValueError, before any launch, where an argument does not fit.
+    Raises TypeError or ValueError, before any launch, where an argument does not fit. Lengths within the page lists are
+    the caller's to provide: values on the device are not read back to be checked.
     """
-    expect_queries(q, None, cache, softcap, window)
-    if splits is not None and not 1 <= splits <= MAX_SPLITS:
-        raise ValueError(f"splits is {splits}; expected None or 1 to {MAX_SPLITS}.")
+    expect_queries(q, None, cache, scale, softcap, window)
+    if splits is not None:
+        expect_int("splits", splits, 1, MAX_SPLITS)
     batch, heads, width = q.shape
     if splits is None:
         splits = split_count(batch * cache.kv_heads, cache.capacity, multiprocessors(q.device))

@@ -40,9 +40,10 @@ def deletion_statistics(
     right to 2e-6 of itself, whatever they share (measured over 4,000 rows, for 3 to 97 % evicted). Around 0 it is so
     too where values share less than their spread; with ten times their spread it is wrong by 3e-5, with a hundred times
     by 3e-4. Sums over splits are torch's, of few numbers each in a fixed order: a run repeats bit for bit.
-    Raises TypeError and ValueError for arguments that do not fit.
+    Raises TypeError and ValueError for arguments that do not fit. Values on the device are not read back to be checked:
+    offsets and lengths as in `log_sum_exp`, and a T that is at least the longest length, are the caller's to provide.
     """
-    expect_queries(q, offsets, cache, softcap, window)
+    expect_queries(q, offsets, cache, scale, softcap, window)
     _check(q, evict, centre, cache, lse)
     rows, heads, width = q.shape
     most = BLOCK_ROWS if width <= 128 else BLOCK_ROWS // 2  # whose sums fit into registers
@@ -115,9 +116,9 @@ def nomination(
 
     Returns first_order [B, Hkv, T] fp32, 0 past a head's end, and admissible [B, Hkv, T] bool, False there.
     Where left is 0, which is never admissible, first_order is not finite. Raises TypeError and ValueError for arguments
-    that do not fit.
+    that do not fit; values on the device are the caller's, as in `deletion_statistics`.
     """
-    expect_queries(q, offsets, cache, softcap, window)
+    expect_queries(q, offsets, cache, scale, softcap, window)
     _check(q, evict, centre, cache, lse)
     rows, heads, width = q.shape
     expect("mass", mass, (rows, heads), [torch.float32], cache.device)

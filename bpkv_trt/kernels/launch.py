@@ -26,10 +26,15 @@ class Launch:
 def launch(
     kernel: JITFunction, grid: tuple[int, ...], *arguments: Any, warps: int, stages: int = 3, **constants: Any
 ) -> None:
-    """Run a kernel on the current device; within `recorded` nothing runs and it is noted instead."""
+    """Run a kernel on the current device; within `recorded` nothing runs and it is noted instead.
+
+    Raises ValueError for tensors on `meta`, which have no memory, if it is to run. All are where the first argument is.
+    """
     notes = _recording.get()
     if notes is not None:
         notes.append(Launch(kernel, grid, arguments, constants, warps, stages))
+    elif arguments[0].is_meta:
+        raise ValueError(f"{kernel.__name__} has tensors on meta; expected only within `recorded`, where nothing runs.")
     else:
         kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages)
 

@@ -5,10 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bpkv_trt.kernels.arguments import FLOATS, expect
+from bpkv_trt.kernels.arguments import FLOATS, expect, expect_finite, expect_int
 from bpkv_trt.kernels.launch import launch
 from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets, tile_rows
-from bpkv_trt.kernels.positions import PositionBlocks, block_rows, sees
+from bpkv_trt.kernels.positions import BLOCK_ROWS, PositionBlocks, block_rows, sees
 
 TILE = 128  # rows of K at a time, at most
 LOGITS = 4096  # at a time, at most: what the registers of 4 warps hold on every target
@@ -33,9 +33,11 @@ def log_sum_exp(
     q [S, Hq, D] fp32, fp16 or bf16, after RoPE; rows offsets[b] .. offsets[b + 1] ([B + 1] int32) are those of sequence
     b, at most `positions` of them. The last owns the last row of each head, position j of n sees the rows before
     length - (n - 1 - j), and with a window W only the last W of these. logit = scale q.k, with a softcap c
-    c tanh(logit / c). Raises TypeError and ValueError for arguments that do not fit.
+    c tanh(logit / c). Raises TypeError and ValueError for arguments that do not fit. Values on the device are not read
+    back to be checked: the caller provides offsets that ascend from 0 to S with at most `positions` rows each, and
+    lengths within the page lists.
     """
-    expect_queries(q, offsets, cache, softcap, window)
+    expect_queries(q, offsets, cache, scale, softcap, window)
     rows, heads, width = q.shape
     blocks = PositionBlocks(positions, heads // cache.kv_heads)
     splits = max(1, min(MOST_SPLITS, triton.cdiv(cache.capacity, TILE * TILES_PER_SPLIT)))
@@ -81,19 +83,25 @@ def log_sum_exp(
 
 
 def expect_queries(
-    q: Tensor, offsets: Tensor | None, cache: PagedCache, softcap: float | None, window: int | None
+    q: Tensor, offsets: Tensor | None, cache: PagedCache, scale: float, softcap: float | None, window: int | None
 ) -> None:
     """Raise TypeError or ValueError unless they fit together; without offsets q has one row for every sequence."""
     rows = cache.sequences if offsets is None else None
     expect("q", q, (rows, None, cache.head_dim), FLOATS, cache.device)
     if offsets is not None:
         expect("offsets", offsets, (cache.sequences + 1,), [torch.int32], cache.device)
-    if q.shape[1] % cache.kv_heads:
-        raise ValueError(f"q has {q.shape[1]} heads; expected a multiple of the cache's {cache.kv_heads}.")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap is {softcap}; expected None or a number above 0.")
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}; expected None or at least 1 row.")
+    group, rest = divmod(q.shape[1], cache.kv_heads)
+    if rest or not 1 <= group <= BLOCK_ROWS:
+        raise ValueError(
+            f"q has {q.shape[1]} heads; expected a multiple of the cache's {cache.kv_heads}, 1 to {BLOCK_ROWS} times."
+        )
+    expect_finite("scale", scale)
+    if softcap is not None:
+        expect_finite("softcap", softcap)
+        if not softcap > 0:
+            raise ValueError(f"softcap is {softcap}; expected None or a number above 0.")
+    if window is not None:
+        expect_int("window", window, 1)
 
 
 @triton.jit

@@ -9,7 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bpkv_trt.kernels.arguments import expect
+from bpkv_trt.kernels.arguments import expect, expect_finite, expect_int
+
+ROW_BYTES = 16  # rows begin at multiples of it: kernels load so much at a time
 
 
 class CacheType(Enum):
@@ -62,6 +64,9 @@ class PagedCache:
 
     With `shared_pages` a page is a block [Hkv, page_size, D] of TensorRT-LLM's pool, and all heads of a sequence have
     one list of them; without, a page [page_size, D] belongs to one head.
+
+    Values on the device are the caller's to provide, and are not read back to be checked: addresses of memory that is
+    there, at multiples of 16 bytes, lengths within the page lists, and page numbers within that memory.
     """
 
     addresses: Tensor  # [2] int64, on the device: where the first page of K, and of V, begins; multiples of 16 bytes
@@ -78,15 +83,24 @@ class PagedCache:
 
     def __post_init__(self) -> None:
         """Raises TypeError or ValueError, as `expect`."""
-        expect("lengths", self.lengths, (None, None), [torch.int32], self.device)
+        expect("lengths", self.lengths, (None, None), [torch.int32], None)
+        if not self.lengths.numel():
+            raise ValueError(f"lengths has shape {tuple(self.lengths.shape)}; expected a sequence and a KV head.")
         expect("addresses", self.addresses, (2,), [torch.int64], self.device)
-        lists = (self.sequences, 1 if self.shared_pages else self.kv_heads)
+        lists = (self.sequences, 1 if self.shared_pages else self.kv_heads, None)
         for name, pages in (("key_pages", self.key_pages), ("value_pages", self.value_pages)):
-            expect(f"{name}[0, 0]", pages[0, 0], (None,), [torch.int32], self.device)
-            if pages.shape[:2] != lists:
-                raise ValueError(f"{name} has shape {tuple(pages.shape)}; expected {lists} lists of pages.")
+            expect(name, pages, lists, [torch.int32], self.device, contiguous=False)
+            if not pages[0, 0].is_contiguous():
+                raise ValueError(f"{name} has strides {pages.stride()}; expected contiguous lists of pages.")
         if self.key_pages.shape != self.value_pages.shape or self.key_pages.stride() != self.value_pages.stride():
             raise ValueError("key_pages and value_pages differ in shape or strides; expected equal ones.")
+        if not isinstance(self.type, CacheType):
+            raise TypeError(f"type is a {type(self.type).__name__}; expected a CacheType.")
+        expect_int("page_size", self.page_size, 1)
+        expect_int("head_dim", self.head_dim, 1)
+        expect_int("first_page", self.first_page, 0, 2**31 - 1)
+        expect_finite("key_scale", self.key_scale)
+        expect_finite("value_scale", self.value_scale)
 
     @property
     def sequences(self) -> int:

@@ -6,6 +6,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from bpkv_trt.kernels.arguments import expect_int
+
 BLOCK_ROWS = 64  # (position, query head) pairs in a block; the accumulators of more do not fit into registers
 SMALLEST_BLOCK = 16  # what tl.dot takes
 
@@ -19,10 +21,7 @@ class PositionBlocks:
     rows: int = BLOCK_ROWS  # pairs in a block at most, unless one group is larger
 
     def __post_init__(self) -> None:
-        if self.positions < 1:
-            raise ValueError(f"positions is {self.positions}; expected the most of any sequence, at least 1.")
-        if self.group > BLOCK_ROWS:
-            raise ValueError(f"{self.group} query heads share a KV head; expected at most {BLOCK_ROWS}.")
+        expect_int("positions", self.positions, 1)
 
     @property
     def padded_group(self) -> int:

@@ -16,6 +16,7 @@ from bpkv_trt.kernels.series import log1p, phi
 TILE = 16  # candidates of a program
 CHANNELS_AT_A_TIME = 64  # of all positions, for each of them: what the registers of 4 warps hold
 ELEMENTS = 1024  # of the tiles' results, then of the one head that a step changes, at a time
+MOST_CHANNELS = 128  # of one position, for TILE candidates, in the registers of 4 warps
 EVERY_HEAD = tl.constexpr(-1)  # in place of the head that the last step changed
 NO_HEAD = tl.constexpr(-2)
 OVERFLOW_LIMIT = tl.constexpr(60.0)  # as the core's
@@ -30,8 +31,9 @@ def choose(
     left to take, and the shift [M, C]; ties go to the lowest index; the pool's mass and contexts become those of the
     mask. unit [P] and shares [U] int64, floor [P] and base fp32, all contiguous. One read of the shares, then
     sum(shares) steps of two launches, none of which the host waits for; a step that finds no candidate changes nothing.
-    Raises TypeError and ValueError for arguments that do not fit, TypeError for a divergence that is neither
-    `TopKDivergence` nor `FisherDivergence`.
+    Raises TypeError and ValueError for arguments that do not fit and shares below 0, TypeError for a divergence that is
+    neither `TopKDivergence` nor `FisherDivergence`. Owners below S and units below U are the caller's to provide: these
+    values on the device are not read back to be checked.
 
     Floor of a step for P candidates: their shifts, 4 P M C bytes, and 26 P for what else there is of each; the entries
     of the one head that changed, 4 (1 + C) P G M / S bytes on average. P 8,192 in S 256 heads of G 4, on an H200:
@@ -41,6 +43,7 @@ def choose(
     if not isinstance(divergence, TopKDivergence | FisherDivergence):
         raise TypeError(f"divergence is a {type(divergence).__name__}; expected a TopKDivergence or FisherDivergence.")
     _check(pool, base, unit, shares, floor, divergence)
+    steps = _steps(shares)
     candidates, group, positions = pool.a.shape
     channels = base.shape[1]
     device = base.device
@@ -53,7 +56,7 @@ def choose(
     cheapest = torch.empty(blocks, dtype=torch.int32, device=device)
     changed = torch.full((1,), EVERY_HEAD.value, dtype=torch.int64, device=device)
     width = triton.next_power_of_2(channels)
-    for _ in range(_steps(shares) if candidates else 0):
+    for _ in range(steps if candidates else 0):
         launch(
             weigh_candidates,
             (blocks,),
@@ -111,7 +114,12 @@ def choose(
 
 def _steps(shares: Tensor) -> int:
     # Of tensors on `meta` nothing is known, and one step has every launch.
-    return 1 if shares.is_meta else int(shares.sum())
+    if shares.is_meta:
+        return 1
+    counts = shares.tolist()
+    if min(counts, default=0) < 0:
+        raise ValueError(f"shares has {min(counts)}; expected 0 or more of every unit.")
+    return sum(counts)
 
 
 def _check(
@@ -122,13 +130,18 @@ def _check(
     floor: Tensor,
     divergence: TopKDivergence | FisherDivergence,
 ) -> None:
-    device = base.device
+    expect("pool.a", pool.a, (None, None, None), [torch.float32], None)
     candidates, group, positions = pool.a.shape
-    heads, channels = pool.mass.shape[0], base.shape[-1]
+    device = pool.a.device
     expect("base", base, (positions, None), [torch.float32], device)
-    expect("pool.a", pool.a, (candidates, group, positions), [torch.float32], device)
+    channels = base.shape[1]
+    if not 1 <= channels <= MOST_CHANNELS:
+        raise ValueError(f"base has {channels} channels; expected 1 to {MOST_CHANNELS}.")
     expect("pool.values", pool.values, (candidates, positions, channels, group), [torch.float32], device)
-    expect("pool.mass", pool.mass, (heads, group, positions), [torch.float32], device)
+    expect("pool.mass", pool.mass, (None, group, positions), [torch.float32], device)
+    heads = pool.mass.shape[0]
+    if candidates and not (heads and group):
+        raise ValueError(f"pool.mass has shape {tuple(pool.mass.shape)}; expected a head and a query head at least.")
     expect("pool.contexts", pool.contexts, (heads, positions, channels, group), [torch.float32], device)
     expect("pool.owner", pool.owner, (candidates,), [torch.int64], device)
     expect("unit", unit, (candidates,), [torch.int64], device)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bpkv_trt.kernels.arguments import FLOATS, expect
+from bpkv_trt.kernels.arguments import FLOATS, expect, expect_int
 from bpkv_trt.kernels.launch import launch
 from bpkv_trt.kernels.lse import attention, expect_queries
 from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets, tile_rows
@@ -49,13 +49,17 @@ def singleton_scores(
     An entry that is all of some attention (a == 1) scores the largest finite number. A NaN that an entry's score is
     made of makes it NaN. The error is about 1e-6 sqrt(s u) / (1 - a) for a score s whose terms would make u if
     G.context and G.v, of all heads, did not cancel: within 1e-5 of s in ordinary attention. Raises TypeError and
-    ValueError for arguments that do not fit.
+    ValueError for arguments that do not fit; offsets, lengths and a `longest` that covers them are the caller's to
+    provide, as in `log_sum_exp`.
     """
-    expect_queries(q, offsets, cache, softcap, window)
+    expect_queries(q, offsets, cache, scale, softcap, window)
+    expect_int("longest", longest, 0)
     rows, heads, width = q.shape
     expect("context", context, (rows, heads, width), FLOATS, cache.device)
     expect("readout", readout, (rows, None, heads, width), FLOATS, cache.device)
     channels = readout.shape[1]
+    if not channels:
+        raise ValueError(f"readout has shape {tuple(readout.shape)}; expected at least 1 channel.")
     if p is not None:
         expect("p", p, (rows, channels), [torch.float32], cache.device)
     expect("weights", weights, (rows,), [torch.float32], cache.device)

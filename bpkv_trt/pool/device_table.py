@@ -12,7 +12,7 @@ from bpkv_trt.pool.table import PageTable
 
 try:
     from bpkv_trt.kernels.compact import compact
-    from bpkv_trt.kernels.paged import CacheType, PagedCache
+    from bpkv_trt.kernels.paged import ROW_BYTES, CacheType, PagedCache
 except ModuleNotFoundError as error:
     if error.name != "triton":
         raise
@@ -20,8 +20,6 @@ except ModuleNotFoundError as error:
         "The KV pool is on a GPU, where its kernels need Triton, which is not installed. "
         "pip install 'bpkv-trt[kernels]', or run on the CPU with --device cpu."
     ) from None
-
-ROW_BYTES = 16  # rows begin at multiples of it: kernels load so much at a time
 
 
 class DeviceTable:

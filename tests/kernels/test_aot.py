@@ -1,6 +1,7 @@
 """Compiling ahead of time, in a process that does not interpret: no GPU is needed."""
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from bpkv_trt.errors import ConfigError
-from bpkv_trt.kernels.aot import TARGETS, Cubin, parse_targets, read_manifest
+from bpkv_trt.kernels.aot import TARGETS, Cubin, compile_all, parse_targets, read_manifest
+from bpkv_trt.kernels.configuration import KernelConfiguration
 
 COMPILE = """
 import sys
@@ -73,6 +75,15 @@ def test_targets_are_read_once_each_and_others_refused() -> None:
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema_version": 2}', '{"schema_version": 1, "cubins": [{}]}'])
 def test_a_damaged_manifest_is_refused_by_name(tmp_path: Path, content: str) -> None:
     (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(ConfigError, match=r"manifest\.json"):
+    with pytest.raises(ConfigError, match=r"manifest\.json .*; remove it and compile again\.$"):
         read_manifest(tmp_path)
     assert read_manifest(tmp_path / "absent") == []
+
+
+def test_a_manifest_says_what_it_is_for_and_files_that_it_does_not_list_stay(tmp_path: Path) -> None:
+    (tmp_path / "earlier.cubin").touch()
+    assert list(compile_all([], ["80"], tmp_path, 1, KernelConfiguration().document())) == []
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["alignment"] == 16 and manifest["cubins"] == read_manifest(tmp_path) == []
+    assert manifest["configuration"] == KernelConfiguration().document()
+    assert (tmp_path / "earlier.cubin").exists()

@@ -190,8 +190,14 @@ def test_no_launcher_takes_memory_that_grows_with_the_square_of_the_tokens(shape
         ({"head_dim": 512}, "head_dim is 512"),
         ({"channels": 1000}, "channels is 1000; give at most 128"),
         ({"positions": 2**20}, "numbers; give fewer of one of them"),
+        ({"head_dim": 24, "cache": CacheType.INT8}, "head_dim is 24; give a multiple of 16 from 16 to 256"),
+        ({"head_dim": 18, "cache": CacheType.FP32, "activations": torch.float32}, "give a multiple of 4"),
+        ({"page_size": 2**20 + 1}, "page_size is 1048577; give at most 1048576"),
+        ({"query_heads": 2**16, "kv_heads": 2**16}, "kv_heads is 65536; give at most 65535"),
         ({"softcap": 0.0}, "softcap is 0.0"),
-        ({"cache": CacheType.FP16}, "rounded to be multiplied with torch.bfloat16. Choose another"),
+        ({"softcap": 1e-4}, "softcap is 0.0001; give a number from 0.001, or none"),
+        ({"softcap": 1e39}, "softcap is 1e"),
+        ({"cache": CacheType.FP16}, "rounded to be multiplied with torch.bfloat16. Give --activations fp16"),
     ],
 )
 def test_what_has_no_kernels_is_refused(change: dict[str, object], said: str) -> None:
@@ -199,12 +205,32 @@ def test_what_has_no_kernels_is_refused(change: dict[str, object], said: str) ->
         KernelConfiguration(**change)
 
 
+def test_rows_of_16_bytes_have_kernels_in_every_type_of_cache() -> None:
+    assert KernelConfiguration(head_dim=20, cache=CacheType.FP32, activations=torch.float32).document() == {
+        "query_heads": 32,
+        "kv_heads": 8,
+        "head_dim": 20,
+        "page_size": 32,
+        "cache": "fp32",
+        "activations": "float32",
+        "shared_pages": False,
+        "softcap": None,
+        "positions": 16,
+        "channels": 32,
+        "probes": False,
+    }
+
+
 @pytest.mark.parametrize(
     "options, said",
     [
         (["--targets", "80,75"], "targets has 75"),
+        (["--targets", ","], "targets is ',', which names none; choose from 80"),
         (["--output", "FILE/folder"], "cannot be written to"),
+        (["--output", "FILE"], "The output FILE is a file; give a folder"),
         (["--jobs", "0"], "--jobs is 0"),
+        (["--jobs", "1025"], "--jobs is 1025; give 1 to 1024"),
+        (["--cache", "fp16"], "--activations fp16"),
         (["--head-dim", "7"], "head_dim is 7"),
         (["--softcap", "nan"], "softcap is nan"),
         (["--logits", "8", "--probes", "8"], "not allowed with argument"),

@@ -114,8 +114,17 @@ def test_arguments_that_do_not_fit_are_refused(device):
         paged_decode_attention(q[..., :8], cache, scale=1.0)
     with pytest.raises(ValueError, match="q has strides"):
         paged_decode_attention(q.transpose(1, 2).contiguous().transpose(1, 2), cache, scale=1.0)
-    with pytest.raises(ValueError, match="q has 3 heads; expected a multiple of the cache's 2"):
-        paged_decode_attention(q[:, :3].contiguous(), cache, scale=1.0)
-    for name, wrong in (("softcap", 0.0), ("window", 0), ("splits", 0), ("splits", MAX_SPLITS + 1)):
-        with pytest.raises(ValueError, match=f"{name} is {wrong}; expected None or"):
-            paged_decode_attention(q, cache, scale=1.0, **{name: wrong})
+    for heads in (0, 3, 130):
+        with pytest.raises(ValueError, match=f"q has {heads} heads; expected a multiple of .* 2, 1 to 64 times"):
+            paged_decode_attention(torch.zeros(1, heads, 16, device=device), cache, scale=1.0)
+    for name, wrong in (
+        ("softcap", 0.0),
+        ("window", 0),
+        ("splits", 0),
+        ("splits", MAX_SPLITS + 1),
+        ("scale", torch.nan),
+    ):
+        with pytest.raises(ValueError, match=f"{name} is {wrong}; expected"):
+            paged_decode_attention(q, cache, **{"scale": 1.0, name: wrong})
+    with pytest.raises(TypeError, match="splits is a float; expected an int"):
+        paged_decode_attention(q, cache, scale=1.0, splits=2.0)

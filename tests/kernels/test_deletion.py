@@ -134,6 +134,9 @@ def test_a_sequence_without_positions_leaves_nothing_behind(device):
         ({"centre": torch.zeros(2, 16)}, ValueError, r"centre has shape \(2, 16\); expected \(1, 2, 16\)"),
         ({"lse": torch.zeros(3, 2)}, ValueError, "lse has shape"),
         ({"q": torch.zeros(3, 3, 16)}, ValueError, "multiple of the cache's 2"),
+        ({"q": torch.zeros(3, 0, 16)}, ValueError, "q has 0 heads"),
+        ({"scale": torch.nan}, ValueError, "scale is nan"),
+        ({"positions": 3.0}, TypeError, "positions is a float"),
     ],
 )
 def test_what_does_not_fit_is_refused(device, change, error, said):
@@ -141,4 +144,6 @@ def test_what_does_not_fit_is_refused(device, change, error, said):
     given = {"q": case.attended.q, "evict": case.evict, "centre": case.centre, "offsets": case.attended.offsets}
     given |= {"cache": case.cache, "lse": case.lse} | case.attended.options
     with pytest.raises(error, match=said):
-        deletion_statistics(**given | {name: each.to(device) for name, each in change.items()})
+        deletion_statistics(
+            **given | {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in change.items()}
+        )

@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
+from bpkv_trt.kernels.launch import recorded
 from bpkv_trt.kernels.lse import log_sum_exp
 from tests.kernels.attended import Attended
 
@@ -72,7 +75,19 @@ def test_a_nan_comes_through_where_it_is_seen(device):
         ({"offsets": torch.zeros(2)}, TypeError, "offsets is torch.float32"),
         ({"positions": 0}, ValueError, "positions is 0"),
         ({"softcap": 0.0}, ValueError, "softcap is 0.0"),
-        ({"window": 0}, ValueError, "window is 0"),
+        ({"window": 0}, ValueError, "window is 0; expected at least 1"),
+        ({"q": [0.0]}, TypeError, "q is a list; expected a tensor"),
+        ({"q": torch.zeros(3, 0, 16)}, ValueError, "q has 0 heads"),
+        ({"q": torch.zeros(3, 130, 16)}, ValueError, "q has 130 heads; expected a multiple of the cache's 2, 1 to 64"),
+        ({"softcap": torch.inf}, ValueError, "softcap is inf; expected a finite number"),
+        ({"softcap": torch.nan}, ValueError, "softcap is nan"),
+        ({"softcap": 1e39}, ValueError, "softcap is 1e\\+39"),
+        ({"softcap": "1"}, TypeError, "softcap is a str; expected a number"),
+        ({"scale": torch.inf}, ValueError, "scale is inf"),
+        ({"scale": None}, TypeError, "scale is a NoneType; expected a number"),
+        ({"scale": "1"}, TypeError, "scale is a str"),
+        ({"window": 2.0}, TypeError, "window is a float; expected an int"),
+        ({"positions": 3.0}, TypeError, "positions is a float; expected an int"),
     ],
 )
 def test_what_does_not_fit_is_refused(device, change, error, said):
@@ -80,3 +95,15 @@ def test_what_does_not_fit_is_refused(device, change, error, said):
     given = {"q": attended.q, "offsets": attended.offsets, "cache": attended.laid.cache} | attended.options
     with pytest.raises(error, match=said):
         log_sum_exp(**given | {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in change.items()})
+
+
+def test_tensors_without_memory_are_refused_unless_nothing_runs(device):
+    held = Attended.random([[20, 20]], [3], device=device).laid.cache
+    tensors = ("addresses", "key_pages", "value_pages", "lengths")
+    cache = replace(held, **{name: getattr(held, name).to("meta") for name in tensors})
+    q, offsets = torch.zeros(3, 4, 16, device="meta"), torch.zeros(2, dtype=torch.int32, device="meta")
+    with recorded() as notes:
+        log_sum_exp(q, offsets, cache, scale=1.0, positions=3)
+    assert len(notes) == 2
+    with pytest.raises(ValueError, match="partial_log_sum_exp has tensors on meta; expected only within `recorded`"):
+        log_sum_exp(q, offsets, cache, scale=1.0, positions=3)

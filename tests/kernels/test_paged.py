@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 import triton
@@ -79,6 +81,37 @@ def test_a_cache_that_does_not_fit_together_is_refused(device):
         PagedCache(**given | {"value_pages": cache.value_pages.clone()})
     with pytest.raises(ValueError, match="contiguous"):
         PagedCache(**given | {"key_pages": cache.key_pages.mT.contiguous().mT})
+
+
+@pytest.mark.parametrize(
+    "name, wrong, error, said",
+    [
+        ("lengths", None, TypeError, "lengths is a NoneType; expected a tensor"),
+        (
+            "lengths",
+            torch.zeros(0, 2).int(),
+            ValueError,
+            r"has shape \(0, 2\); expected a sequence and a KV head",
+        ),
+        ("lengths", torch.zeros(2, 0).int(), ValueError, r"lengths has shape \(2, 0\)"),
+        ("key_pages", [[[0]]], TypeError, "key_pages is a list; expected a tensor"),
+        ("value_pages", torch.zeros(2).int(), ValueError, r"value_pages has shape \(2\,\); expected \(2, 2, any\)"),
+        ("type", torch.float16, TypeError, "type is a dtype; expected a CacheType"),
+        ("page_size", 0, ValueError, "page_size is 0; expected at least 1"),
+        ("page_size", 16.0, TypeError, "page_size is a float; expected an int"),
+        ("head_dim", 0, ValueError, "head_dim is 0"),
+        ("head_dim", "16", TypeError, "head_dim is a str"),
+        ("first_page", -1, ValueError, "first_page is -1; expected 0 to 2147483647"),
+        ("first_page", 2**31, ValueError, "first_page is 2147483648"),
+        ("key_scale", torch.nan, ValueError, "key_scale is nan; expected a finite number"),
+        ("value_scale", None, TypeError, "value_scale is a NoneType; expected a number"),
+    ],
+)
+def test_what_a_cache_cannot_be_made_of_is_refused(device, name, wrong, error, said):
+    rows = random_rows([[20, 30], [5, 6]], torch.float16, 16)
+    cache = laid_out(rows, rows, device).cache
+    with pytest.raises(error, match=said):
+        replace(cache, **{name: wrong.to(device) if isinstance(wrong, torch.Tensor) else wrong})
 
 
 @pytest.mark.parametrize(

@@ -150,3 +150,30 @@ def test_what_does_not_fit_is_refused(device):
     with pytest.raises(ValueError, match="pool.values has strides"):
         values = pool.values.transpose(1, 2).contiguous().transpose(1, 2)
         choose(replace(pool, values=values), base, unit, shares, floor, divergence)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"a": torch.zeros(6, 2)}, r"pool.a has shape \(6, 2\); expected \(any, any, any\)"),
+        ({"base": torch.zeros(3, 0)}, "base has 0 channels; expected 1 to 128"),
+        ({"base": torch.zeros(3, 129)}, "base has 129 channels"),
+        ({"base": torch.zeros(3)}, r"base has shape \(3,\); expected \(3, any\)"),
+        ({"mass": torch.zeros(())}, r"pool.mass has shape \(\); expected \(any, 2, 3\)"),
+        ({"mass": torch.zeros(0, 2, 3)}, r"pool.mass has shape \(0, 2, 3\); expected a head"),
+        ({"shares": torch.tensor([2, -1])}, "shares has -1; expected 0 or more"),
+    ],
+    ids=str,
+)
+def test_pools_of_no_shape_that_kernels_take_are_refused(device, change, said):
+    pool = converted(random_pool(2, candidates=6), lambda x: x.to(device))
+    given = {
+        "base": torch.zeros(3, 5),
+        "unit": torch.zeros(6).long(),
+        "shares": torch.tensor([1]),
+        "floor": torch.zeros(6),
+    }
+    given = {name: change.get(name, x).to(device) for name, x in (given | {"floor": torch.zeros(6)}).items()}
+    held = {name: x.to(device) for name, x in change.items() if name not in given}
+    with pytest.raises(ValueError, match=said):
+        choose(replace(pool, **held), **given, divergence=FisherDivergence(position_weights(3, device=device)))

@@ -178,10 +178,21 @@ def test_without_positions_every_score_is_0(device):
         ("weights", lambda x: x.half(), TypeError, "weights is torch.float16"),
         ("lse", lambda x: x.T, ValueError, "lse has shape"),
         ("offsets", lambda x: x.long(), TypeError, "offsets is torch.int64"),
+        ("readout", lambda x: x[:, :0], ValueError, r"readout has shape \(2, 0, 4, 16\); expected at least 1 channel"),
+        ("q", lambda x: x[:, :0], ValueError, "q has 0 heads"),
+        ("softcap", lambda _: torch.inf, ValueError, "softcap is inf"),
+        ("longest", lambda _: -1, ValueError, "longest is -1; expected at least 0"),
+        ("longest", float, TypeError, "longest is a float; expected an int"),
     ],
 )
 def test_what_does_not_fit_is_refused(device, name, change, error, said):
     attended = Attended.random([[20, 20]], [2], device=device)
     given = arguments(attended, 3)
     with pytest.raises(error, match=said):
-        singleton_scores(**given | {name: change(given[name])})
+        singleton_scores(**given | {name: change(given.get(name))})
+
+
+def test_probes_without_channels_are_refused(device):
+    given = arguments(Attended.random([[20, 20]], [2], device=device), 3)
+    with pytest.raises(ValueError, match="expected at least 1 channel"):
+        singleton_scores(**given | {"p": None, "readout": given["readout"][:, :0]})
