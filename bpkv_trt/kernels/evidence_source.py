@@ -20,7 +20,7 @@ from bpkv_trt.core.traits import ModelTraits
 from bpkv_trt.kernels.deletion import deletion_statistics, nomination
 from bpkv_trt.kernels.lse import log_sum_exp
 from bpkv_trt.kernels.paged import PagedCache
-from bpkv_trt.kernels.refinement import choose
+from bpkv_trt.kernels.refinement import MOST_CHANNELS, choose
 from bpkv_trt.kernels.score import singleton_scores
 
 CENTRE_ROWS = 64  # of each head, evenly spaced: their mean is as near to all values as rounding needs
@@ -63,6 +63,8 @@ class KernelEvidenceSource(EvidenceSource):
     def choose(
         self, pool: CandidatePool, base: Tensor, unit: Tensor, shares: Tensor, floor: Tensor, divergence: Divergence
     ) -> tuple[Tensor, Tensor]:
+        if base.shape[1] > MOST_CHANNELS:
+            return super().choose(pool, base, unit, shares, floor, divergence)
         return choose(pool, base, unit, shares, floor, divergence)
 
     def deletion(self, layer: int, evict: Tensor) -> DeletionStatistics:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bpkv_trt.core.candidates import choose as choose_in_core
 from bpkv_trt.core.deletion import Retained
 from bpkv_trt.core.divergence import FisherDivergence, position_weights
 from bpkv_trt.core.evidence import LayerEvidence, mask_shift, score_entries
@@ -14,9 +15,11 @@ from bpkv_trt.core.evidence_source import EvidenceSource
 from bpkv_trt.core.quota import Quota
 from bpkv_trt.core.two_stage import two_stage
 from bpkv_trt.kernels.evidence_source import KernelEvidenceSource
+from bpkv_trt.kernels.refinement import MOST_CHANNELS
 from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.pool.pool import PagedKvPool
 from tests.core.conftest import FixedReadout, Sequence, make_sequence
+from tests.kernels.test_refinement import converted, random_pool
 
 HEAD, LONGEST = 16, 60
 Sources = tuple[EvidenceSource, KernelEvidenceSource]
@@ -139,6 +142,18 @@ def test_a_selection_of_both_stages_is_the_same(sources_of, fisher: bool) -> Non
     assert torch.equal(chosen[0].evict, chosen[1].evict)
     assert chosen[0].estimated_kl < chosen[0].estimated_kl_stage1
     assert chosen[1].estimated_kl == pytest.approx(chosen[0].estimated_kl, rel=1e-5)
+
+
+def test_more_channels_than_kernels_take_are_chosen_from_all_the_same() -> None:
+    torch.manual_seed(1)
+    pool = random_pool(2, channels=MOST_CHANNELS + 1)
+    base, shares = torch.zeros(3, MOST_CHANNELS + 1), torch.tensor([4])
+    given = base, torch.zeros(20).long(), shares, torch.zeros(20), FisherDivergence(position_weights(3))
+    source = object.__new__(KernelEvidenceSource)
+    (chosen, _), (expected, _) = (
+        each(converted(pool, torch.clone), *given) for each in (source.choose, choose_in_core)
+    )
+    assert torch.equal(chosen, expected) and chosen.sum() == 4
 
 
 def test_a_divergence_that_kernels_do_not_know_is_refused(sources_of) -> None:
