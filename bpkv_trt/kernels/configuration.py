@@ -77,7 +77,7 @@ class KernelConfiguration:
 
     def document(self) -> dict[str, Any]:
         """Its fields, as a manifest has them."""
-        return asdict(self) | {"cache": self.cache.value, "activations": str(self.activations).removeprefix("torch.")}
+        return asdict(self) | {"cache": self.cache.value, "activations": CacheType.of(self.activations).value}
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ def test_rows_of_16_bytes_have_kernels_in_every_type_of_cache() -> None:
         "head_dim": 20,
         "page_size": 32,
         "cache": "fp32",
-        "activations": "float32",
+        "activations": "fp32",
         "shared_pages": False,
         "softcap": None,
         "positions": 16,
