@@ -2,16 +2,19 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from profiles.gpu_session import checks, floors, races, report, targets
+from profiles.gpu_session import checks, floors, races, report, sanitizer, targets
 from profiles.gpu_session.floors import Ceilings, Shape, Work
 from profiles.gpu_session.part import Session
 from profiles.gpu_session.runner import Part, run_together
@@ -197,10 +200,102 @@ def test_a_part_that_hangs_is_stopped_and_keeps_what_it_has_written(tmp_path: Pa
     assert results["hang"].seconds < 30
 
 
+def wait_for(condition: Callable[[], object], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "in vain"
+        time.sleep(0.02)
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Those whose command line names a folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if str(folder).encode() in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+    return found
+
+
+@contextmanager
+def started(command: list[str], folder: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A session that keeps its temporary folder in `folder`; none of its processes is left, whatever happens."""
+    folder.mkdir()
+    environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        for left in processes_of(folder):
+            with suppress(ProcessLookupError):
+                os.kill(left, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_a_rehearsal_that_is_ended(ending: signal.Signals, tmp_path: Path) -> None:
+    folder = tmp_path / "temporary"
+    script = str(ROOT / "profiles" / "gpu_session.sh")
+    with started(["bash", script, "--rehearse", "--output", str(tmp_path / "results")], folder) as process:
+        wait_for(lambda: processes_of(folder), 60)
+        process.send_signal(ending)
+        _, error = process.communicate(timeout=20)
+        if ending == signal.SIGINT:
+            assert (process.returncode, error) == (130, "interrupted; nothing was done\n")
+            assert not processes_of(folder) and not any(folder.iterdir())
+        wait_for(lambda: not processes_of(folder), 60)  # they look for their parent once torch is imported
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_session_keeps_what_was_done(ending: signal.Signals, tmp_path: Path) -> None:
+    """With a part that starts a process of its own, and as many again that wait for their turn."""
+    code = """
+import sys
+from profiles.gpu_session import __main__ as session
+from profiles.gpu_session.runner import Part
+record = "import sys; open(sys.argv[-1], 'w').write('{\\"records\\": [{\\"passed\\": true}]}')"
+sleep = "import time; time.sleep(100)"
+hang = f"import subprocess, sys; subprocess.run([sys.executable, '-c', '{sleep}', sys.argv[-1]])"
+quick = Part("checks", 60, [[sys.executable, "-c", record]])
+session.stages = lambda *_: iter([[quick], [Part("races", 60, 20 * [[sys.executable, "-c", hang]])]])
+session.usable_cores = lambda: 3
+sys.exit(session.main())
+"""
+    output, folder = tmp_path / "results", tmp_path / "temporary"
+    with started([sys.executable, "-c", code, "--rehearse", "--output", str(output)], folder) as process:
+        wait_for(lambda: len(processes_of(folder)) == 6, 60)
+        process.send_signal(ending)
+        _, error = process.communicate(timeout=20)
+        assert not processes_of(folder) and not any(folder.iterdir())
+    document = output / "gpu_session_rehearsal.json"
+    assert (process.returncode, error) == (130, f"interrupted; what was done is in {document}\n")
+    parts = json.loads(document.read_text())["parts"]
+    assert list(parts) == ["checks"] and parts["checks"]["records"] == [{"passed": True}]
+
+
+def test_the_memory_checker_is_stopped_at_its_cap_or_with_its_part(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "checker"
+    program.write_text("#!/bin/sh\n[ $2 = memcheck ] && echo '========= bad' && exit 99\nexec tail -f \"$0\"\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sanitizer, "checker", lambda: str(program))
+    run = Session(tmp_path / "found.json", seconds=sanitizer.RESERVE + 1)
+    found, stopped = sanitizer.measure(run)
+    assert (found["status"], found["passed"], found["said"]) == ("findings", False, ["========= bad"])
+    assert (stopped["status"], stopped["passed"], stopped["said"]) == ("stopped at its cap", None, [])
+    records = sanitizer.measure(run)
+    assert next(records) == found | {"seconds": pytest.approx(0, abs=1)}
+    records.close()  # type: ignore[attr-defined]
+    wait_for(lambda: not processes_of(program), 10)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_in_one_paragraph(tmp_path: Path) -> None:
     done = session("--output", str(tmp_path))
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--rehearse" in done.stderr
+    looking, reason = done.stderr.splitlines()
+    assert done.returncode == 2 and looking == "looking for a GPU ..." and "--rehearse" in reason
     assert not any(tmp_path.iterdir())
     done = session("--rehearse")
     assert done.returncode == 2 and "--output" in done.stderr

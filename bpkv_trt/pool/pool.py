@@ -53,8 +53,10 @@ class PagedKvPool:
     ) -> None:
         """kernels: whether Triton kernels work on it; by default on a GPU. On a CPU they need Triton's interpreter.
 
-        Raises ConfigError where kernels cannot read such rows, or Triton is not there.
+        Raises ConfigError where kernels cannot read such rows, or Triton or its interpreter is not there.
         """
+        sizes = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim, "pages": pages, "page_size": page_size}
+        assert min(sizes.values()) >= 1, f"a pool needs 1 or more of each: {sizes}"
         self.layers, self.kv_heads, self.head_dim = layers, kv_heads, head_dim
         self.pages, self.page_size, self.poison = pages, page_size, poison
         self._storage = RowStorage(pages, page_size, head_dim, dtype, device)

@@ -3,13 +3,14 @@
     bash profiles/gpu_session.sh [--output DIR] [--seed N] [--rehearse]
 
 After every part the document is written again, so that a session that is killed leaves what was done. Exit status: 0
-when all checks passed and every part ran to its end, or was not needed; 1 otherwise; 2 where nothing can be run. A
-target that is missed is a finding, no failure.
+when all checks passed and every part ran to its end, or was not needed; 1 otherwise; 2 where nothing can be run; 130
+when interrupted. A target that is missed is a finding, no failure.
 """
 
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from bpkv_trt.errors import InputError
 SCHEMA_VERSION = 1
 ROOT = Path(__file__).resolve().parents[2]
 CHECKING, TESTING = 10, 8  # processes that share the cases of `checks`, and the tests: each compiles its kernels
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 SLOWER = 5  # caps of a rehearsal, for a machine that others use too
 
 NO_GPU = (
@@ -35,6 +37,17 @@ NO_GPU = (
 
 
 def main() -> int:
+    for number in INTERRUPTS:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        return session()
+    except KeyboardInterrupt as interrupt:
+        print(f"interrupted; {str(interrupt) or 'nothing was done'}", file=sys.stderr)
+        return 130
+
+
+def session() -> int:
+    """What the command line asks for; returns the exit status."""
     parser = argparse.ArgumentParser(prog="profiles/gpu_session.sh", description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, help="directory of the results (default: profiles/results)")
     parser.add_argument("--seed", type=int, help="of the random inputs, to repeat a session (default: the clock)")
@@ -63,6 +76,7 @@ def main() -> int:
 
 def why_no_gpu() -> str | None:
     """What is in the way of using a GPU, None where one can be used."""
+    print("looking for a GPU ...", file=sys.stderr, flush=True)  # where imports are slow it takes half a minute
     try:
         import torch
         import triton  # noqa: F401 (that it is there)
@@ -126,8 +140,8 @@ def stages(seed: int, rehearse: bool) -> Iterator[list[Any]]:
 
     def part(name: str, seconds: float, shares: int = 1, source: str | None = None, **more: object) -> Part:
         seconds *= SLOWER if rehearse else 1
-        options = {"seed": seed, "seconds": seconds, "rehearse": rehearse, "shares": shares} | more
-        commands = [module(source or name, share=share, **options) for share in range(shares)]
+        options = {"seed": seed, "seconds": seconds, "rehearse": rehearse, "shares": shares, "parent": os.getpid()}
+        commands = [module(source or name, share=share, **options, **more) for share in range(shares)]
         return Part(name, seconds, commands)
 
     first = [part("checks", 120, CHECKING), part("kernel_tests", 120, 1 if rehearse else TESTING)]
@@ -142,16 +156,23 @@ def stages(seed: int, rehearse: bool) -> Iterator[list[Any]]:
 
 
 def run(document: dict[str, Any], path: Path, rehearse: bool) -> int:
-    """All parts; returns the exit status."""
+    """All parts; returns the exit status. KeyboardInterrupt says where that is which was done until then."""
     from profiles.gpu_session import report, targets
     from profiles.gpu_session.runner import run_together
 
-    environment = os.environ | {"TRITON_INTERPRET": "1" if rehearse else "0"}
+    interrupts: list[int] = []
+    for number in INTERRUPTS:  # heeded while parts run: one between a process's start and our note of it would leave it
+        signal.signal(number, lambda number, frame: interrupts.append(number))
     jobs = max(2, usable_cores())
     with tempfile.TemporaryDirectory() as work:
+        # What a process that is killed leaves in its temporary folder goes with ours.
+        environment = os.environ | {"TRITON_INTERPRET": "1" if rehearse else "0", "TMPDIR": work}
         for stage in stages(document["seed"], rehearse):
             print(f"running {', '.join(part.name for part in stage)} ...", flush=True)
-            results = run_together(stage, Path(work), jobs, environment)
+            try:
+                results = run_together(stage, Path(work), jobs, environment, interrupts)
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(f"what was done is in {path}" if document["parts"] else "") from None
             document["parts"] |= {name: asdict(result) for name, result in results.items()}
             ceilings, times = (document["parts"].get(name, {"records": []}) for name in ("ceilings", "kernel_times"))
             known = targets.ceilings_of(ceilings["records"])

@@ -2,6 +2,10 @@
 
 import argparse
 import importlib
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +33,7 @@ class Session:
     small: bool = False  # sizes for tools that make everything slow
     share: int = 0  # of `shares` processes that divide the part's cases
     shares: int = 1
+    parent: int | None = None  # the session's process, without which it ends
 
     @property
     def device(self) -> torch.device:
@@ -45,6 +50,7 @@ class Session:
         for name, default in (("seed", 0), ("share", 0), ("shares", 1)):
             parser.add_argument(f"--{name}", type=int, default=default)
         parser.add_argument("--seconds", type=float, default=60.0)
+        parser.add_argument("--parent", type=int)
         parser.add_argument("--rehearse", action="store_true")
         parser.add_argument("--small", action="store_true")
         return cls(**vars(parser.parse_args()))
@@ -53,6 +59,8 @@ class Session:
 def run_part(measure: Callable[[Session], Iterator[Record]]) -> None:
     """Write the records of a part, each as soon as it is there; of one that cannot run, why."""
     session = Session.of_command_line()
+    if session.parent is not None:
+        threading.Thread(target=_end_without, args=(session.parent,), daemon=True).start()
     if session.rehearse:
         importlib.import_module("tests.kernels.conftest")  # mends the interpreter
     records: list[Record] = []
@@ -62,3 +70,10 @@ def run_part(measure: Callable[[Session], Iterator[Record]]) -> None:
             write_json(session.output, {"records": records})
     except Missing as reason:
         write_json(session.output, {"records": records, "skipped": str(reason)})
+
+
+def _end_without(parent: int) -> None:
+    """End this process and whatever it has started when its parent has gone: killed, it could not do so itself."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGKILL)

@@ -6,8 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from profiles.gpu_session.part import Record
 
 LOG_LINES = 40  # kept of a process that failed
+TICK = 0.02  # seconds between looks at what runs
 
 
 @dataclass(frozen=True)
@@ -51,52 +53,77 @@ def module(name: str, **options: object) -> list[str]:
     return command
 
 
-def run_together(parts: Sequence[Part], work: Path, jobs: int, environment: dict[str, str]) -> dict[str, Result]:
-    """Run all commands of some parts, `jobs` at a time; none outlasts its part's cap, counted from now."""
-    started = time.monotonic()
+def run_together(
+    parts: Sequence[Part], work: Path, jobs: int, environment: dict[str, str], interrupts: Sequence[int] = ()
+) -> dict[str, Result]:
+    """Run all commands of some parts, `jobs` at a time; none outlasts its part's cap, counted from now.
+
+    KeyboardInterrupt once there are `interrupts`. Whatever is raised, nothing is left running.
+    """
+    began = time.monotonic()
+    waiting = deque(
+        (part.name, command, work / f"{part.name}_{number}.json", began + part.seconds)
+        for part in parts
+        for number, command in enumerate(part.commands)
+    )
+    started: list[_Process] = []
+    running: list[_Process] = []
+    try:
+        while waiting or running:
+            if interrupts:
+                raise KeyboardInterrupt
+            while waiting and len(running) < jobs:
+                running.append(_Process(*waiting.popleft(), environment))
+                started.append(running[-1])
+            time.sleep(TICK)
+            running = [process for process in running if not process.ended()]
+    finally:
+        for process in running:
+            process.kill()
+        for process in running:
+            process.process.wait()
     results = {part.name: Result() for part in parts}
-    with ThreadPoolExecutor(jobs) as executor:
-        waiting = []
-        for part in parts:
-            for number, command in enumerate(part.commands):
-                fragment = work / f"{part.name}_{number}.json"
-                deadline = started + part.seconds
-                future = executor.submit(_run, [*command, "--output", str(fragment)], fragment, deadline, environment)
-                waiting.append((part.name, future))
-        for name, future in waiting:
-            results[name].add(*future.result())
+    for process in started:
+        results[process.part].add(*process.outcome())
     return results
 
 
-def _run(
-    command: Sequence[str], fragment: Path, deadline: float, environment: dict[str, str]
-) -> tuple[float, dict[str, Any], str | None]:
-    """(seconds, what was written, what went wrong)."""
-    log, began = fragment.with_suffix(".log"), time.monotonic()
-    problem = None
-    with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = process.wait(timeout=max(0.0, deadline - began))
-            if code:
-                problem = f"exit status {code}"
-        except subprocess.TimeoutExpired:
-            problem = f"stopped after {time.monotonic() - began:.0f} s, its cap"
-        finally:
-            _kill(process)
-    content = json.loads(fragment.read_text(encoding="utf-8")) if fragment.is_file() else {}
-    if problem is not None:
-        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
-        problem = "\n".join([f"{' '.join(command[1:])}: {problem}", *tail])
-    return time.monotonic() - began, content, problem
+class _Process:
+    """A command that has been started, in a session of its own."""
 
+    def __init__(
+        self, part: str, command: Sequence[str], fragment: Path, deadline: float, environment: dict[str, str]
+    ) -> None:
+        self.part, self.fragment, self.deadline = part, fragment, deadline
+        self.command = [*command, "--output", str(fragment)]
+        self.log, self.began = fragment.with_suffix(".log"), time.monotonic()
+        self.seconds, self.problem = 0.0, ""
+        with self.log.open("w", encoding="utf-8") as output:
+            self.process = subprocess.Popen(
+                self.command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
-def _kill(process: "subprocess.Popen[bytes]") -> None:
-    """End the process and whatever it has started."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
+    def ended(self) -> bool:
+        """Whether it has; past its deadline it is made to."""
+        code, now = self.process.poll(), time.monotonic()
+        if code is None and now < self.deadline:
+            return False
+        self.seconds = now - self.began
+        if code != 0:
+            self.problem = f"stopped after {self.seconds:.0f} s, its cap" if code is None else f"exit status {code}"
+        self.kill()
+        self.process.wait()
+        return True
+
+    def kill(self) -> None:
+        """End it and whatever it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def outcome(self) -> tuple[float, dict[str, Any], str | None]:
+        """(seconds, what was written, what went wrong), once it has ended."""
+        content = json.loads(self.fragment.read_text(encoding="utf-8")) if self.fragment.is_file() else {}
+        if not self.problem:
+            return self.seconds, content, None
+        tail = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
+        return self.seconds, content, "\n".join([f"{' '.join(self.command[1:])}: {self.problem}", *tail])

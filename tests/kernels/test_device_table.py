@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
 from hypothesis import Phase, settings
 from hypothesis.stateful import invariant, run_state_machine_as_test
 
@@ -78,3 +79,26 @@ def test_rows_that_kernels_cannot_read_are_refused_by_size() -> None:
     assert not PagedKvPool(**options).by_kernels
     with pytest.raises(AssertionError, match="no kernels"):
         PagedKvPool(**options).caches([])
+
+
+SMALL: dict[str, Any] = {"layers": 1, "kv_heads": 1, "head_dim": 16, "pages": 2}
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        ({"dtype": torch.float64}, r"cache is torch.float64; kernels read torch.float32, torch.float16"),
+        ({"dtype": torch.int32}, r"cache is torch.int32; kernels read torch.float32, torch.float16"),
+        ({"head_dim": 264}, "cache is 264; kernels are compiled for at most 256"),
+    ],
+)
+def test_a_pool_that_kernels_cannot_read_is_refused(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        PagedKvPool(**SMALL | change, kernels=True)
+    assert not PagedKvPool(**SMALL | change).by_kernels
+
+
+def test_on_a_cpu_kernels_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(ConfigError, match="on cpu, where kernels need Triton's interpreter. Set TRITON_INTERPRET=1"):
+        PagedKvPool(**SMALL, kernels=True)

@@ -300,3 +300,11 @@ def test_flat_rows_do_not_overflow() -> None:
     far = np.iinfo(np.int32).max // 4  # a page number whose rows, times the head size, pass 2^31
     pool._table.pages[0, 2, 1, 0] = far
     assert pool._table.last_rows(0, 1)[2, 1, 0] == far * PAGE
+
+
+@pytest.mark.parametrize("size", ["layers", "kv_heads", "head_dim", "pages", "page_size"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_pool_of_nothing_is_refused(size: str, value: int) -> None:
+    sizes = {"layers": 1, "kv_heads": 1, "head_dim": 4, "pages": 2, "page_size": 8, size: value}
+    with pytest.raises(AssertionError, match=f"'{size}': {value}"):
+        PagedKvPool(**sizes)
