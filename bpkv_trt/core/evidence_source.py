@@ -42,9 +42,12 @@ class EvidenceSource:
         )
 
     def retained_mass(self, layer: int, evict: Tensor) -> Tensor:
-        weights = [self.attention(layer, head).a for head in range(self.traits.kv_heads)]
-        gone = [(a * flags[: a.shape[-1]]).sum(-1) for a, flags in zip(weights, evict, strict=True)]
-        return 1 - torch.stack(gone)
+        kept = []  # summed up as it is: 1 - the rest would not know a small one
+        for head, flags in enumerate(evict):
+            held = self.attention(layer, head)
+            mass = held.a.masked_fill(flags[: held.v.shape[0]], 0).sum(-1)
+            kept.append(mass if held.sink_mass is None else mass + held.sink_mass)
+        return torch.stack(kept)
 
     def layers(self) -> Iterator[tuple[int, LayerEvidence]]:
         assert self.statistics.readout is not None, "the host was not asked for a readout"
@@ -53,8 +56,12 @@ class EvidenceSource:
             yield layer, HeadwiseLayer(self, layer, rows.view(positions, width, -1, self.traits.group, size))
 
     def empty_table(self) -> Tensor:
-        longest = int(self.view.lengths.max())
-        return torch.zeros(self.traits.layers, self.traits.kv_heads, longest, device=self.statistics.q.device)
+        return torch.zeros(self.traits.layers, self.traits.kv_heads, self.longest, device=self.statistics.q.device)
+
+    @property
+    def longest(self) -> int:
+        """Rows of the longest head."""
+        return int(self.view.lengths.max())
 
     def choose(
         self, pool: CandidatePool, base: Tensor, unit: Tensor, shares: Tensor, floor: Tensor, divergence: Divergence
@@ -69,7 +76,7 @@ class HeadwiseLayer:
         self.source, self.layer, self.rows = source, layer, rows
 
     def singleton_scores(self, divergence: Divergence) -> Tensor:
-        scores = self.source.empty_table()[self.layer]
+        scores = torch.zeros(self.rows.shape[2], self.source.longest, device=self.rows.device)
         for head in range(scores.shape[0]):
             held = self._attention(head)
             rows = self.rows[:, :, head]

@@ -127,7 +127,7 @@ class KernelLayer:
             self.source.offsets,
             self.cache,
             self.lse,
-            longest=int(self.source.view.lengths.max()),
+            longest=self.source.longest,
             **self.source.options,
         )[0]
 
