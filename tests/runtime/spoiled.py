@@ -1,4 +1,4 @@
-"""A compaction in which a forward pass goes wrong."""
+"""A compaction in which a forward pass, or a score, goes wrong."""
 
 import itertools
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 from torch import Tensor, nan, nn
 
 from bpkv_trt.errors import NumericalError
+from bpkv_trt.policies.bpkv import Bpkv
 from bpkv_trt.runtime.engine import Engine
 
 
@@ -24,3 +25,15 @@ def assert_compaction_ends_at(engine: Engine, sequence: int, call: int) -> None:
     finally:
         handle.remove()
     assert next(calls) == call + 1
+
+
+def spoil_scores(monkeypatch: pytest.MonkeyPatch, where: tuple[int | slice, ...], value: float) -> None:
+    """The scores of `bpkv` at [layer, KV head, row] are `value`."""
+    honest = Bpkv.score
+
+    def spoilt(self: Bpkv, *args: Any) -> Tensor:
+        scores = honest(self, *args)
+        scores[where] = value
+        return scores
+
+    monkeypatch.setattr(Bpkv, "score", spoilt)

@@ -12,7 +12,6 @@ from bpkv_trt.core.statistics import ForwardStatistics
 from bpkv_trt.errors import ConfigError, StalePlan
 from bpkv_trt.policies import bpkv
 from bpkv_trt.policies.base import Policy, Requirement
-from bpkv_trt.policies.bpkv import Bpkv
 from bpkv_trt.policies.registry import make_policy, settled
 from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.pool.view import SequenceView
@@ -21,6 +20,7 @@ from bpkv_trt.runtime.event import CompactionEvent
 from bpkv_trt.runtime.generator import Generator
 from bpkv_trt.runtime.sampling import SamplingParams
 from tests.runtime.random_models import COMPACTABLE, SMALL, engine_of, random_tokens, wrapped
+from tests.runtime.spoiled import spoil_scores
 from tests.runtime.trail import Trail, follow
 
 PROMPT = random_tokens(1, 50)
@@ -274,14 +274,7 @@ def test_events_count_what_the_pool_holds(name: str) -> None:
 
 def test_a_layer_table_only_has_ratios(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest finite score, which an entry gets that is all its head attends to, stays finite under any table."""
-    honest = Bpkv.score
-
-    def one_sole_entry(self: Bpkv, *args: object) -> torch.Tensor:
-        scores = honest(self, *args)  # type: ignore[arg-type]
-        scores[0, 0, 10] = torch.finfo(torch.float32).max
-        return scores
-
-    monkeypatch.setattr(Bpkv, "score", one_sole_entry)
+    spoil_scores(monkeypatch, (0, 0, 10), torch.finfo(torch.float32).max)
     kept = []
     for weight in (1.0, 1000.0):
         table = tmp_path / f"{weight}.json"

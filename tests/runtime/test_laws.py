@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bpkv_trt.models.modules import rotary
-from bpkv_trt.policies.bpkv import Bpkv
 from bpkv_trt.runtime.engine import Engine
 from tests.runtime.conftest import TRAINED, MakeEngine, loaded, prompt_tokens
+from tests.runtime.spoiled import spoil_scores
 from tests.runtime.trail import assert_masked, follow
 
 LENGTHS = (150, 61, 230)  # a batch of unequal prompts
@@ -236,14 +236,7 @@ def test_l7_scoring_grows_linearly_and_repeats_no_head(make_engine: MakeEngine, 
 def test_l8_a_broken_score_evicts_nothing(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
-    honest = Bpkv.score
-
-    def broken(self: Bpkv, *args: Any) -> Tensor:
-        scores = honest(self, *args)
-        scores[0, 0, 30] = value
-        return scores
-
-    monkeypatch.setattr(Bpkv, "score", broken)
+    spoil_scores(monkeypatch, (0, 0, 30), value)
     engine = make_engine("tiny-llama", budget="0.2")
     (trail,) = follow(engine, [prompt_tokens("tiny-llama", 1, 120)], [[5]])
     (event,) = trail.events
@@ -254,16 +247,9 @@ def test_l8_a_broken_score_evicts_nothing(
 def test_l8_broken_scores_of_protected_entries_do_not_matter(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = Bpkv.score
-
-    def broken(self: Bpkv, *args: Any) -> Tensor:
-        scores = honest(self, *args)
-        scores[:, :, :4] = float("nan")
-        return scores
-
     tokens = prompt_tokens("tiny-llama", 1, 120)
     fine = follow(make_engine("tiny-llama", budget="0.3"), [tokens], [[5]])[0]
-    monkeypatch.setattr(Bpkv, "score", broken)
+    spoil_scores(monkeypatch, (slice(None), slice(None), slice(4)), float("nan"))
     spoilt = follow(make_engine("tiny-llama", budget="0.3"), [tokens], [[5]])[0]
     assert torch.equal(fine.hidden_from(), spoilt.hidden_from())
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from bpkv_trt.core.running_attention import RunningAttention
-from bpkv_trt.policies.bpkv import Bpkv
 from bpkv_trt.pool.plan import CompactionPlan
 from bpkv_trt.runtime.engine import Engine, make_pool
 from bpkv_trt.runtime.generator import Generator
@@ -17,7 +16,7 @@ from tests.pool.snapshot import Snapshot
 from tests.runtime.conftest import MakeEngine, loaded, prompt_tokens
 from tests.runtime.drafts import AHEAD, MORE, OPTIONS, PROMPT, REGIMES
 from tests.runtime.random_models import COMPACTABLE, engine_of, random_tokens, wrapped
-from tests.runtime.spoiled import assert_compaction_ends_at
+from tests.runtime.spoiled import assert_compaction_ends_at, spoil_scores
 from tests.runtime.trail import assert_masked, follow
 
 
@@ -109,14 +108,7 @@ def test_nan_logits_leave_nothing_of_a_draft(call: int) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_broken_scores_leave_nothing_of_a_draft(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = Bpkv.score
-
-    def broken(self: Bpkv, *args: Any) -> Tensor:
-        scores = honest(self, *args)
-        scores[1, 0, 20] = value
-        return scores
-
-    monkeypatch.setattr(Bpkv, "score", broken)
+    spoil_scores(monkeypatch, (1, 0, 20), value)
     engine = engine_of("llama", **OPTIONS)
     sequence = engine.open()
     engine.encode([(sequence, PROMPT)])
