@@ -56,6 +56,7 @@ def paged_decode_attention(
         cache.value_pages,
         cache.lengths,
         *cache.list_strides,
+        *cache.length_strides,
         cache.first_page,
         cache.capacity if window is None else window,
         scale * cache.key_scale,
@@ -110,6 +111,8 @@ def attend_split(
     lengths,  # *i32 [B, Hkv]
     sequence_stride,  # of the page lists
     head_stride,
+    length_sequence_stride,
+    length_head_stride,
     first_page,
     window,
     scale,  # fp32, of the stored keys
@@ -133,7 +136,7 @@ def attend_split(
     """
     split, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits, heads = tl.num_programs(0), tl.num_programs(1)
-    length = tl.load(lengths + sequence * heads + head)
+    length = tl.load(lengths + sequence * length_sequence_stride + head * length_head_stride)
     in_sight = tl.maximum(length - window, 0)
     share = tl.cdiv(tl.cdiv(length - in_sight, TILE), splits) * TILE
     begin = in_sight + split * share

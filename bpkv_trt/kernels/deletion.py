@@ -69,6 +69,7 @@ def deletion_statistics(
             blocks.count,
             longest,
             *cache.list_strides,
+            *cache.length_strides,
             cache.first_page,
             cache.capacity if window is None else window,
             scale * cache.key_scale,
@@ -150,6 +151,7 @@ def nomination(
         lse,
         longest,
         *cache.list_strides,
+        *cache.length_strides,
         cache.first_page,
         cache.capacity if window is None else window,
         scale * cache.key_scale,
@@ -191,6 +193,8 @@ def partial_statistics(
     longest,
     sequence_stride,  # of the page lists
     head_stride,
+    length_sequence_stride,
+    length_head_stride,
     first_page,
     window,  # rows that a position sees at most
     scale,  # of a stored key
@@ -233,7 +237,7 @@ def partial_statistics(
     entry = sequence * KV_HEADS + kv_head
     middle = tl.load(centre + entry * D + column, mask=column < D, other=0.0)
 
-    length = tl.load(lengths + entry)
+    length = tl.load(lengths + sequence * length_sequence_stride + kv_head * length_head_stride)
     page_list = sequence * sequence_stride + kv_head * head_stride
     begin = tl.maximum(length - positions + 1 - window, 0) // TILE  # tiles before it are in nobody's window
     end = tl.cdiv(length, TILE)
@@ -279,6 +283,8 @@ def nominate_entries(
     longest,
     sequence_stride,  # of the page lists
     head_stride,
+    length_sequence_stride,
+    length_head_stride,
     first_page,
     window,  # rows that a position sees at most
     scale,  # of a stored key
@@ -307,7 +313,7 @@ def nominate_entries(
     """
     kv_head, sequence = tl.program_id(1), tl.program_id(2)
     entry = sequence * KV_HEADS + kv_head
-    length = tl.load(lengths + entry)
+    length = tl.load(lengths + sequence * length_sequence_stride + kv_head * length_head_stride)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     first = tl.load(offsets + sequence)
     positions = tl.load(offsets + sequence + 1) - first

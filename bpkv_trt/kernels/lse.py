@@ -56,6 +56,7 @@ def log_sum_exp(
         rows,
         blocks.count,
         *cache.list_strides,
+        *cache.length_strides,
         cache.first_page,
         cache.capacity if window is None else window,
         scale * cache.key_scale,
@@ -115,6 +116,8 @@ def partial_log_sum_exp(
     blocks,  # of positions
     sequence_stride,  # of key_pages
     head_stride,
+    length_sequence_stride,
+    length_head_stride,
     first_page,
     window,  # rows that a position sees at most
     scale,  # of a stored key
@@ -152,7 +155,7 @@ def partial_log_sum_exp(
     query_mask = exists[:, None] & (column < D)[None, :]
     queries = tl.load(q + pair[:, None] * D + column[None, :], mask=query_mask, other=0.0).to(TYPE)
 
-    length = tl.load(lengths + sequence * KV_HEADS + kv_head)
+    length = tl.load(lengths + sequence * length_sequence_stride + kv_head * length_head_stride)
     pages = key_pages + sequence * sequence_stride + kv_head * head_stride
     address = tl.load(addresses)
     begin = tl.maximum(length - positions + 1 - window, 0) // TILE  # tiles before it are in nobody's window

@@ -72,7 +72,7 @@ class PagedCache:
     addresses: Tensor  # [2] int64, on the device: where the first page of K, and of V, begins; multiples of 16 bytes
     key_pages: Tensor  # [B, Hkv, P] int32, [B, 1, P] with `shared_pages`; past a head's end anything
     value_pages: Tensor  # as key_pages, of the same strides; the same tensor where K and V have pools of their own
-    lengths: Tensor  # [B, Hkv] int32 rows held
+    lengths: Tensor  # [B, Hkv] int32 rows held, of any strides: one length for all heads of a sequence is expanded
     type: CacheType
     page_size: int
     head_dim: int
@@ -83,7 +83,7 @@ class PagedCache:
 
     def __post_init__(self) -> None:
         """Raises TypeError or ValueError, as `expect`."""
-        expect("lengths", self.lengths, (None, None), [torch.int32], None)
+        expect("lengths", self.lengths, (None, None), [torch.int32], None, contiguous=False)
         if not self.lengths.numel():
             raise ValueError(f"lengths has shape {tuple(self.lengths.shape)}; expected a sequence and a KV head.")
         expect("addresses", self.addresses, (2,), [torch.int64], self.device)
@@ -124,6 +124,12 @@ class PagedCache:
         """From the page list of one sequence, and of one KV head, to the next: 0 for heads that share one."""
         sequence, head, _ = self.key_pages.stride()
         return sequence, 0 if self.shared_pages else head
+
+    @property
+    def length_strides(self) -> tuple[int, int]:
+        """From the length of one sequence, and of one KV head, to the next."""
+        sequence, head = self.lengths.stride()
+        return sequence, head
 
     @property
     def constants(self) -> dict[str, Any]:

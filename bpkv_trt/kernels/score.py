@@ -98,6 +98,7 @@ def singleton_scores(
         cache.lengths,
         lse,
         *cache.list_strides,
+        *cache.length_strides,
         cache.first_page,
         cache.capacity if window is None else window,
         longest,
@@ -158,6 +159,8 @@ def score_entries(
     lse,  # [S, Hq] fp32
     sequence_stride,  # of the page lists
     head_stride,
+    length_sequence_stride,
+    length_head_stride,
     first_page,
     window,  # rows that a position sees at most
     longest,
@@ -188,7 +191,7 @@ def score_entries(
     1.7 ms.
     """
     kv_head, sequence = tl.program_id(1), tl.program_id(2)
-    length = tl.load(lengths + sequence * KV_HEADS + kv_head)
+    length = tl.load(lengths + sequence * length_sequence_stride + kv_head * length_head_stride)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     first = tl.load(offsets + sequence)
     positions = tl.load(offsets + sequence + 1) - first

@@ -59,7 +59,7 @@ def laid_out(
         torch.tensor([each.data_ptr() for each in memory], device=device),
         tables[:, 0],
         tables[:, 1],
-        lengths.to(device),
+        _strided(lengths.to(device), shared=shared_pages),
         CacheType.of(dtype),
         page_size,
         head_dim,
@@ -72,3 +72,11 @@ def laid_out(
 
 def _poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.full(shape, 127 if dtype == torch.int8 else torch.nan).to(dtype)
+
+
+def _strided(lengths: Tensor, *, shared: bool) -> Tensor:
+    """One length of all heads where they share it, as TensorRT-LLM keeps them, else with numbers between that lie."""
+    if shared and bool((lengths == lengths[:, :1]).all()):
+        return lengths[:, 0].contiguous().unsqueeze(1).expand(lengths.shape)
+    gap = torch.full_like(lengths[:, :1], NOWHERE)
+    return torch.cat([lengths, gap], dim=1)[:, :-1]

@@ -142,6 +142,13 @@ def test_an_entry_that_is_all_of_some_attention_goes_last(device):
     assert scores[7] == LARGEST and (scores[:40] < LARGEST).sum() == 39
 
 
+def test_all_heads_of_a_sequence_may_have_one_length(device):
+    attended = Attended.random([[40, 40], [130, 130]], [3, 2], device=device, shared_pages=True)
+    assert attended.laid.cache.length_strides == (1, 0)
+    given = arguments(attended, 2)
+    assert_scores(given, *truth(attended, given))
+
+
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 @pytest.mark.parametrize("spoilt", ["q", "keys", "values", "readout", "context"])
 @pytest.mark.parametrize("probes", [False, True])
