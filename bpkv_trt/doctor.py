@@ -16,18 +16,17 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bpkv_trt.errors import BpkvError, InputError
 from bpkv_trt.models.catalogue import CATALOGUE
 from bpkv_trt.user_directory import user_cache_directory
 
 Status = Literal["ok", "missing", "broken"]
-PLUGIN_LIBRARY = "libbpkv_plugin.so"
 _TIMEOUT_S = 120
 _STYLES = {"ok": "green", "missing": "yellow", "broken": "red"}
 
@@ -179,13 +178,20 @@ def _tensorrt() -> Finding:
 
 
 def _plugin_library() -> Finding:
-    chosen = os.environ.get("BPKV_PLUGIN_PATH")
-    path = Path(chosen) if chosen else Path(__file__).parent / PLUGIN_LIBRARY
-    advice = f"build it and set BPKV_PLUGIN_PATH to {PLUGIN_LIBRARY}; needed only to build and run engines"
-    if not path.is_file():
-        return Finding("plugin library", "missing", f"{path} does not exist", advice)
-    snippet = f"import ctypes; ctypes.CDLL({str(path)!r}); print({str(path)!r})"
-    return _probe("plugin library", advice, sys.executable, "-c", snippet)
+    from bpkv_trt.trtllm.plugin_library import PluginLibrary, locate
+
+    name, advice = "plugin library", "needed only to build and run engines"
+    try:
+        locate()
+    except InputError as error:
+        return Finding(name, "missing", str(error), advice)
+    try:
+        library = PluginLibrary.find()
+    except BpkvError as error:
+        return Finding(name, "broken", str(error), advice)
+    built = f"for TensorRT {library.sidecar.tensorrt}, targets {', '.join(library.sidecar.targets)}"
+    snippet = f"import ctypes; ctypes.CDLL({str(library.path)!r}); print({f'{library.path}, {built}'!r})"
+    return _probe(name, advice, sys.executable, "-c", snippet)
 
 
 def _tritonserver() -> Finding:

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # nothing of th
 
 from bpkv_trt.documents import usable_cores
 from bpkv_trt.errors import BpkvError, ConfigError, InputError
+from bpkv_trt.kernels.compiler import check_compiler
 
 if TYPE_CHECKING:
     from bpkv_trt.kernels.aot import Cubin
@@ -102,19 +103,6 @@ def compile_kernels(options: argparse.Namespace) -> None:
     for line in table(summary(cubins)):
         print(line)
     print(f"{len(cubins)} cubins and manifest.json in {options.output}")
-
-
-def check_compiler() -> None:
-    """Raise BpkvError where nothing can be compiled."""
-    try:
-        import torch  # noqa: F401
-        import triton
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "triton"):
-            raise
-        raise BpkvError(f"{error.name} is not installed; install it with pip install 'bpkv-trt[kernels]'.") from None
-    if triton.knobs.runtime.interpret:
-        raise ConfigError("TRITON_INTERPRET is set, so that kernels are interpreted and not compiled; unset it.")
 
 
 def make_directory(path: Path) -> None:

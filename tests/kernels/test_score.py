@@ -3,77 +3,28 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bpkv_trt.core.deletion import singleton_scores as core_scores
-from bpkv_trt.core.divergence import FisherDivergence, TopKDivergence
 from bpkv_trt.kernels.lse import log_sum_exp
 from bpkv_trt.kernels.score import singleton_scores
 from tests.kernels.attended import Attended
+from tests.kernels.scored import readings, truth
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 SCALES = {"key_scale": 0.3, "value_scale": 0.2}
 LARGEST = torch.finfo(torch.float32).max
 
 
-def arguments(attended, channels, *, probes=False, readout_scale=1e-2):
-    """What the kernels take, the context being the exact one, rounded to the type of the queries."""
-    count, heads, width = attended.q.shape
-    device = attended.q.device
-    context = torch.zeros(count, heads, width, dtype=torch.float64)
-    for sequence, rows in enumerate(attended.values):
-        for head, values in enumerate(rows):
-            weights = attended.logits(sequence, head).softmax(-1)  # [G, n, T]
-            group = len(weights)
-            part = context[attended.sequence(sequence), head * group : (head + 1) * group]
-            part[:] = (weights @ (values.double() * attended.laid.cache.value_scale)).transpose(0, 1)
-    readout = torch.randn(count, channels, heads, width) * readout_scale
-    p = None if probes else torch.rand(count, channels).pow(3)
-    weights = torch.rand(count)
-    if p is not None:
-        p = p / p.sum(-1, keepdim=True)
-        readout = readout - torch.einsum("sc,schd->shd", p, readout).unsqueeze(1)
-    for sequence in range(len(attended.counts)):
-        weights[attended.sequence(sequence)] /= weights[attended.sequence(sequence)].sum()
-    return {
-        "q": attended.q,
-        "context": context.to(attended.q.dtype).to(device),
-        "readout": readout.to(attended.q.dtype).to(device),
-        "p": None if p is None else p.to(device),
-        "weights": weights.to(device),
-        "offsets": attended.offsets,
-        "cache": attended.laid.cache,
-        "lse": log_sum_exp(attended.q, attended.offsets, attended.laid.cache, **attended.options),
-        "longest": int(attended.laid.cache.lengths.max()) + 3,
-    } | attended.options
-
-
-def truth(attended, given):
-    """The core's scores of the same rounded tensors and the error that fp32 may make, [B, Hkv, longest] float64.
-
-    Shifts are differences, dz = sum_g w (G.c - G.v): of a score s whose terms would make u if none cancelled, rounding
-    takes a share of sqrt(s u). And 1 - a has as many digits less as a is near 1.
-    """
-    heads = attended.laid.cache.kv_heads
-    group = given["q"].shape[1] // heads
-    scores = torch.zeros(len(attended.counts), heads, given["longest"], dtype=torch.float64)
-    allowed = torch.zeros_like(scores)
-    for sequence, head in ((b, h) for b in range(len(attended.counts)) for h in range(heads)):
-        span, columns = attended.sequence(sequence), slice(head * group, (head + 1) * group)
-        if span.start == span.stop:
-            continue
-        weights = given["weights"][span].cpu().double()
-        fisher = FisherDivergence(weights)
-        p = None if given["p"] is None else given["p"][span].cpu().double()
-        a = attended.logits(sequence, head).softmax(-1)
-        c = given["context"][span, columns].cpu().double()
-        g = given["readout"][span, :, columns].cpu().double()
-        v = attended.values[sequence][head].double() * attended.laid.cache.value_scale
-        s = core_scores(a, c, v, g, fisher if p is None else TopKDivergence(p, weights)).double()
-        terms = torch.einsum("mcgd,td->gtmc", g, v).abs() + torch.einsum("mcgd,mgd->gmc", g, c).abs().unsqueeze(1)
-        size = torch.einsum("gmt,gtmc->tmc", a / (1 - a), terms)
-        u = fisher.of(size if p is None else size * (p * p.shape[-1]).sqrt())
-        scores[sequence, head, : len(v)] = s
-        allowed[sequence, head, : len(v)] = 5e-6 * (s + (s * u).sqrt()) / (1 - a.amax((0, 1)))
-    return scores, allowed
+def arguments(attended, channels, **options):
+    """What the kernels take."""
+    return (
+        readings(attended, channels, **options)
+        | {
+            "offsets": attended.offsets,
+            "cache": attended.laid.cache,
+            "lse": log_sum_exp(attended.q, attended.offsets, attended.laid.cache, **attended.options),
+            "longest": int(attended.laid.cache.lengths.max()) + 3,
+        }
+        | attended.options
+    )
 
 
 def assert_scores(given, expected, allowed):
@@ -99,7 +50,7 @@ def assert_scores(given, expected, allowed):
 def test_scores_are_those_of_the_core(device, shape, channels, probes):
     attended = Attended.random([[40, 33], [130, 20], [6, 60]], [3, 0, 2], device=device, sharpness=2.0, **shape)
     given = arguments(attended, channels, probes=probes)
-    assert_scores(given, *truth(attended, given))
+    assert_scores(given, *truth(attended, given, given["longest"]))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +60,7 @@ def test_the_usual_sizes(device, counts, channels, probes):
     sizes = {"group": 4, "head_dim": 128, "cache": FP16, "queries": FP16, "page_size": 32}
     attended = Attended.random([[90]], counts, device=device, sharpness=2.0, **sizes)
     given = arguments(attended, channels, probes=probes)
-    assert_scores(given, *truth(attended, given))
+    assert_scores(given, *truth(attended, given, given["longest"]))
 
 
 @pytest.mark.parametrize("probes", [False, True])
@@ -117,7 +68,7 @@ def test_the_smallest_scores_keep_their_digits(device, probes):
     # Context and values have more in common than not.
     attended = Attended.random([[100]], [4], device=device, sharpness=2.0, common=2.0, head_dim=64)
     given = arguments(attended, 4, probes=probes, readout_scale=1e-5)
-    expected, _ = truth(attended, given)
+    expected, _ = truth(attended, given, given["longest"])
     assert expected[expected > 0].median() < 1e-12
     assert_scores(given, expected, 1e-5 * expected)
 
@@ -126,7 +77,7 @@ def test_shifts_of_every_size(device):
     # From the series through e^x and log(1 + x) to shifts beyond fp32's e^x.
     attended = Attended.random([[60]], [2], device=device, sharpness=2.0)
     given = arguments(attended, 4, readout_scale=3.0)
-    expected, allowed = truth(attended, given)
+    expected, allowed = truth(attended, given, given["longest"])
     assert_scores(given, expected, allowed)
     assert expected[expected > 0].min() < 1e-3 and expected.max() > 1
     given["readout"] *= 1e4
@@ -146,7 +97,7 @@ def test_all_heads_of_a_sequence_may_have_one_length(device):
     attended = Attended.random([[40, 40], [130, 130]], [3, 2], device=device, shared_pages=True)
     assert attended.laid.cache.length_strides == (1, 0)
     given = arguments(attended, 2)
-    assert_scores(given, *truth(attended, given))
+    assert_scores(given, *truth(attended, given, given["longest"]))
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
