@@ -105,7 +105,7 @@ def launches(configuration: KernelConfiguration) -> list[Launch]:
 
 
 def score_launches(configuration: KernelConfiguration) -> list[Launch]:
-    """Those of `launches` that give scores of an attention output in the type of the queries: what an engine carries."""
+    """Those of `launches` that score, for an attention output in the type of the queries: what an engine carries."""
     with recorded() as notes:
         for positions in _powers_up_to(configuration.positions):
             _singleton_scores(configuration, Sizes(positions), (configuration.activations,))

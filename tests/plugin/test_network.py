@@ -1,0 +1,124 @@
+"""The plugin's layers as Python adds them, through NVIDIA's own bindings."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.plugin.bindings import stand_in_libraries
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import json, re, sys
+from pathlib import Path
+from tests.plugin.bindings import import_tensorrt
+trt = import_tensorrt(Path(sys.argv[1]))
+import numpy as np
+from bpkv_trt.errors import BpkvError
+from bpkv_trt.trtllm.plugin import ScoreInputs, ScorePlugin
+from bpkv_trt.trtllm.plugin_library import PluginLibrary
+from bpkv_trt.trtllm.score_kernels import ScoreKernels
+from tests.plugin.configurations import FP32
+
+
+class Network:
+    # No builder, no network: it takes what NVIDIA's own takes, by the same names.
+    taken = re.search(r"add_plugin_v3\\((.*?)\\) ->", trt.INetworkDefinition.add_plugin_v3.__doc__)[1]
+    names = re.findall(r"(\\w+): ", taken)
+    layers = []
+
+    def add_plugin_v3(self, *given):
+        assert len(given) == len(self.names) - 1 and isinstance(given[-1], trt.IPluginV3)
+        self.layers.append(Layer(*given))
+        return self.layers[-1]
+
+
+class Layer:
+    def __init__(self, inputs, shape_inputs, plugin):
+        self.inputs, self.shape_inputs, self.plugin = inputs, shape_inputs, plugin
+
+    def get_output(self, index):
+        return index, self.name
+
+
+bundle = Path(sys.argv[2]).read_bytes()
+kernels = ScoreKernels(FP32, ("80", "90a"), bundle)
+inputs = ScoreInputs(*ScoreInputs._fields)
+messages = []
+try:
+    ScorePlugin(trt, Network(), kernels).add_layer(inputs, name="early", layer_in_pool=0, scale=1.0)
+except BpkvError as error:
+    messages.append(str(error))
+for _ in range(2):
+    PluginLibrary.find().register(trt)
+creator = trt.get_plugin_registry().get_creator("BpkvScore", "1", "bpkv")
+plugins = ScorePlugin(trt, Network(), kernels)
+outputs = [
+    plugins.add_layer(inputs, name=f"layer {layer}", layer_in_pool=layer, scale=0.25, value_scale=0.5)
+    for layer in range(3)
+]
+try:
+    plugins.add_layer(inputs, name="bad", layer_in_pool=-1, scale=1.0)
+except BpkvError as error:
+    messages.append(str(error))
+serialized = []
+for layer in Network.layers:
+    runtime = layer.plugin.get_capability_interface(trt.PluginCapabilityType.RUNTIME)
+    fields = runtime.get_fields_to_serialize()
+    serialized.append({field.name: str(field.type).rpartition(".")[2] for field in fields})
+    again = creator.create_plugin("again", fields, trt.TensorRTPhase.RUNTIME)
+    assert again is not None
+print(json.dumps({
+    "version": trt.__version__,
+    "field_names": [field.name for field in creator.field_names],
+    "outputs": outputs,
+    "inputs": [layer.inputs for layer in Network.layers],
+    "shape_inputs": [layer.shape_inputs for layer in Network.layers],
+    "serialized": serialized,
+    "messages": messages,
+    "registered": [c.name for c in trt.get_plugin_registry().all_creators if c.plugin_namespace == "bpkv"],
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory, plugin, bundle_files, dispatch):
+    pytest.importorskip("tensorrt_bindings", reason="needs TensorRT's Python bindings")
+    folder = tmp_path_factory.mktemp("bindings")
+    stand_in_libraries(folder, dispatch)
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, script, folder, bundle_files["fp32"]],
+        env=os.environ | {"BPKV_PLUGIN_PATH": str(plugin), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout) | {"log": done.stderr}
+
+
+def test_the_plugin_is_registered_once_by_name(report):
+    assert report["registered"] == ["BpkvScore"]
+    assert report["messages"][0].startswith("The plugin BpkvScore is not in TensorRT's registry")
+
+
+def test_a_layer_takes_the_tensors_in_order_and_gives_one(report):
+    assert report["inputs"][0] == "q context readout p weights offsets block_offsets lengths pool_addresses".split()
+    assert report["shape_inputs"] == 3 * [[]]
+    assert report["outputs"] == [[0, f"layer {layer}"] for layer in range(3)]
+
+
+def test_the_first_layer_carries_the_kernels_and_only_it(report):
+    assert [("kernels" in fields) for fields in report["serialized"]] == [True, False, False]
+    for fields in report["serialized"]:
+        assert set(fields) | {"kernels"} == set(report["field_names"])
+        assert fields["scale"] == "FLOAT32" and fields["kernels_checksum"] == "INT64" and fields["cache"] == "CHAR"
+
+
+def test_what_the_plugin_refuses_is_an_error_with_a_line_that_says_why(report):
+    assert "could not be added as bad" in report["messages"][1]
+    assert "bpkv: " in report["log"] and "layer_in_pool" in report["log"]
