@@ -62,7 +62,7 @@ def run_part(measure: Callable[[Session], Iterator[Record]]) -> None:
     if session.parent is not None:
         threading.Thread(target=_end_without, args=(session.parent,), daemon=True).start()
     if session.rehearse:
-        importlib.import_module("tests.kernels.conftest")  # mends the interpreter
+        importlib.import_module("tests.kernels.interpreter")  # mends the interpreter
     records: list[Record] = []
     try:
         for record in measure(session):
