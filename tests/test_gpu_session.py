@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+import tests.kernels.interpreter  # noqa: F401
 from profiles.gpu_session import checks, floors, races, report, sanitizer, targets
 from profiles.gpu_session.floors import Ceilings, Shape, Work
 from profiles.gpu_session.part import Session
 from profiles.gpu_session.runner import Part, run_together
-import tests.kernels.interpreter  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
 LLAMA = Shape("Llama-3.1-8B", 32, 8, 128, 32, 8.03e9)
