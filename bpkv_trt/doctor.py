@@ -28,6 +28,11 @@ from bpkv_trt.user_directory import user_cache_directory
 
 Status = Literal["ok", "missing", "broken"]
 _TIMEOUT_S = 120
+# What stands in for TensorRT in the tests, where there is none: name, package and use.
+REHEARSAL = (
+    ("TensorRT plugin registry", "tensorrt_dispatch_cu13_libs", "needed only to test the plugin"),
+    ("TensorRT-RTX", "tensorrt_rtx_cu13_bindings", "needed only to test networks"),
+)
 _STYLES = {"ok": "green", "missing": "yellow", "broken": "red"}
 
 
@@ -60,7 +65,7 @@ def examine() -> list[Finding]:
             "import transformers; print(transformers.__version__)",
             "pip install 'bpkv-trt[hf]'",
         ),
-        *(partial(_weights, name) for name in CATALOGUE),
+        *(partial(_package, f"{name} weights", each.package, each.install) for name, each in CATALOGUE.items()),
         lambda: _module(
             "Triton compiler",
             "triton",
@@ -76,6 +81,11 @@ def examine() -> list[Finding]:
             "pip install 'tensorrt-llm>=1.0,<1.3' beside an NVIDIA GPU; needed only to build and run engines",
         ),
         _plugin_library,
+        _build_tools,
+        *(
+            partial(_package, name, package, f"pip install --no-deps {package}; {use}")
+            for name, package, use in REHEARSAL
+        ),
         _tritonserver,
     ]
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
@@ -121,12 +131,11 @@ def _module(name: str, module: str, snippet: str, advice: str) -> Finding:
     return _probe(name, f"reinstall it: {advice}", sys.executable, "-c", snippet)
 
 
-def _weights(model: str) -> Finding:
-    name, packaged = f"{model} weights", CATALOGUE[model]
+def _package(name: str, package: str, advice: str) -> Finding:
     try:
-        return Finding(name, "ok", f"{packaged.package} {version(packaged.package)}")
+        return Finding(name, "ok", f"{package} {version(package)}")
     except PackageNotFoundError:
-        return Finding(name, "missing", f"the Python package {packaged.package} is not installed", packaged.install)
+        return Finding(name, "missing", f"the Python package {package} is not installed", advice)
 
 
 def _python() -> Finding:
@@ -192,6 +201,15 @@ def _plugin_library() -> Finding:
     built = f"for TensorRT {library.sidecar.tensorrt}, targets {', '.join(library.sidecar.targets)}"
     snippet = f"import ctypes; ctypes.CDLL({str(library.path)!r}); print({f'{library.path}, {built}'!r})"
     return _probe(name, advice, sys.executable, "-c", snippet)
+
+
+def _build_tools() -> Finding:
+    compiler = os.environ.get("CXX", "c++")
+    absent = [tool for tool in (compiler, "cmake") if shutil.which(tool) is None]
+    if absent:
+        advice = "install g++ 9 and cmake 3.22, or newer; needed only to build and test the plugin library"
+        return Finding("C++ build tools", "missing", f"no {' and no '.join(absent)} on the PATH", advice)
+    return Finding("C++ build tools", "ok", f"{compiler} and cmake")
 
 
 def _tritonserver() -> Finding:
