@@ -36,10 +36,10 @@ def topk_distribution(graph: Graph, logits: Value, k: int, vocabulary: int, rank
     and says nothing about ids and p. Raises ConfigError for a K that TensorRT cannot select.
     """
     k = min(k, vocabulary)
-    if not 1 <= k <= MOST:
+    if k > MOST:
         raise ConfigError(
-            f"An engine cannot follow the {k} likeliest tokens: TensorRT selects 1 to {MOST}. Ask for fewer; 64 nearly "
-            "always hold most of the probability."
+            f"An engine cannot follow the {k} likeliest tokens: TensorRT's TopK selects at most {MOST}. Set top_k to "
+            f"{MOST} or less."
         )
     own = _own(graph, logits, k, vocabulary, ranks)
     best = own if ranks.count == 1 else _merged(graph, own, k, ranks)

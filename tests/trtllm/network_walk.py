@@ -1,6 +1,5 @@
 """Evaluates a real TensorRT network on the CPU: what each of its layers says it does, done by torch."""
 
-import ctypes
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -27,7 +26,7 @@ class NetworkWalk:
     """Tensors by name, each computed when it is asked for and kept."""
 
     def __init__(self, network: Any, trt: ModuleType, feed: Feed) -> None:
-        """feed: an input's value, or what gives it when a layer first needs it."""
+        """feed: an input's value, or what gives it when a layer first needs it; a bf16 constant's, by its layer."""
         self.trt = trt
         self.dtypes = {
             trt.float32: torch.float32,
@@ -83,8 +82,8 @@ class NetworkWalk:
     def _constant(self, layer: Any) -> Tensor:
         layer = self._cast_to(layer, "IConstantLayer")
         shape, weights = tuple(layer.shape), layer.weights
-        if isinstance(weights, self.trt.Weights):  # NumPy has no bfloat16
-            raise NotImplementedError(f"{layer.name} is a constant of type {weights.dtype}")
+        if isinstance(weights, self.trt.Weights):  # of a type that NumPy lacks
+            return self.feed[layer.name]
         return torch.from_numpy(weights.copy()).reshape(shape)
 
     def _cast(self, layer: Any, x: Tensor) -> Tensor:
@@ -117,7 +116,7 @@ class NetworkWalk:
     def _topk(self, layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         layer = self._cast_to(layer, "ITopKLayer")
         assert layer.op == self.trt.TopKOperation.MAX
-        ordered = torch.sort(x, self._one_axis(layer.axes), descending=True, stable=True)
+        ordered = torch.sort(x, dim=self._one_axis(layer.axes), descending=True, stable=True)
         return ordered.values[..., : layer.k], ordered.indices[..., : layer.k].int()
 
     def _gather(self, layer: Any, x: Tensor, indices: Tensor) -> Tensor:
@@ -134,7 +133,8 @@ class NetworkWalk:
     def _matrix_multiply(self, layer: Any, x: Tensor, y: Tensor) -> Tensor:
         layer = self._cast_to(layer, "IMatrixMultiplyLayer")
         assert x.dtype == y.dtype and layer.op0 == self.trt.MatrixOperation.NONE
-        return x @ (y.T if layer.op1 == self.trt.MatrixOperation.TRANSPOSE else y)
+        y = y.T if layer.op1 == self.trt.MatrixOperation.TRANSPOSE else y
+        return (x.float() @ y.float()).to(x.dtype)  # sums in fp32, rounded once
 
     def _shuffle(self, layer: Any, x: Tensor) -> Tensor:
         layer = self._cast_to(layer, "IShuffleLayer")
