@@ -59,8 +59,8 @@ class Graph:
         name = f"bpkv/{self._part}/{kind}_{self._count}"
         if layer is None:
             raise BpkvError(
-                f"TensorRT refused the layer {name} of the readout. Its log, above, says why; please report it together "
-                "with the model's configuration."
+                f"TensorRT refused the layer {name}; its log, above, says why. Please report both together with the "
+                "model's configuration."
             )
         layer.name = name
         self._count += 1

@@ -36,7 +36,7 @@ def trt() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def tensorrt_10(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Every class of TensorRT 10, of which TensorRT-LLM makes its networks, with the docstrings of its members."""
+    """What the bindings of TensorRT 10 define, which TensorRT-LLM makes its networks of: members, docstrings."""
     library = find_spec("tensorrt_dispatch_libs")
     compiler = shutil.which("cc")
     if find_spec("tensorrt_bindings") is None or library is None or compiler is None:

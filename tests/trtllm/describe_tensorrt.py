@@ -1,15 +1,14 @@
-"""Prints, as JSON, the classes of TensorRT's Python bindings with the docstrings of their members."""
+"""Prints, as JSON, what TensorRT's Python bindings define: of a class, its members and their docstrings."""
 
 import json
 
 import tensorrt_bindings as trt
 
-classes = {name: value for name, value in vars(trt).items() if isinstance(value, type)}
 print(
     json.dumps(
         {
-            name: {member: getattr(kind, member).__doc__ or "" for member in dir(kind) if not member.startswith("_")}
-            for name, kind in classes.items()
+            name: {member: getattr(value, member).__doc__ or "" for member in dir(value) if not member.startswith("_")}
+            for name, value in vars(trt).items()
         }
     )
 )

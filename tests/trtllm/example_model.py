@@ -42,13 +42,11 @@ class ExampleModel:
         output = self.context[layer].float().flatten(1) @ self.projections[layer].float().T
         return output if self.bias is None else output + self.bias.float()
 
-    def logits(self, normed: Tensor | None = None) -> Tensor:
-        """[S, rows] float64, from torch's own norms, or of a row that is already normed."""
+    def logits(self) -> Tensor:
+        """[S, rows] float64, from torch's own norms."""
         x, traits = self.residual.double(), self.traits
         gamma, beta = (None if each is None else each.double() for each in (self.gamma, self.beta))
-        if normed is not None:
-            x = normed.double()
-        elif traits.final_norm == "rms":
+        if traits.final_norm == "rms":
             x = torch.nn.functional.rms_norm(x, x.shape[-1:], gamma, traits.norm_eps)
         elif traits.final_norm == "layer":
             x = torch.nn.functional.layer_norm(x, x.shape[-1:], gamma, beta, traits.norm_eps)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bpkv_trt.trtllm.graph import Graph, Value
 from bpkv_trt.trtllm.ranks import Ranks
 from bpkv_trt.trtllm.readout import HeadWeights, PostAttentionNorm, Readout
 from tests.trtllm.example_model import POST_EPS, ExampleModel
@@ -24,9 +25,9 @@ class ReadoutNetwork:
         *,
         ranks: int = 1,
         rank: int = 0,
-        wrap: Callable[[Any], Any] = lambda network: network,
+        wrap: Callable[[Any], Any] = lambda real: real,
     ) -> None:
-        """wrap: what stands before the network while the readout is added."""
+        """wrap: what stands before the network and its module while the readout is added."""
         self.trt = trt
         self.feed: dict[str, Tensor | Callable[[], Tensor]] = {}
         self.sent: list[Any] = []  # what goes into a collective
@@ -42,7 +43,7 @@ class ReadoutNetwork:
         head = self.weight("head", padded[rank * share : (rank + 1) * share])
         collectives = Ranks(ranks, rank, self._gather(ranks), self._reduce) if ranks > 1 else Ranks()
         self.readout = Readout(
-            wrap(self.network), trt, residual, HeadWeights(head, gamma, beta), model.traits, k, collectives
+            wrap(self.network), wrap(trt), residual, HeadWeights(head, gamma, beta), model.traits, k, collectives
         )
         self.layers = []
         for layer, projection in enumerate(model.projections):
@@ -93,6 +94,9 @@ class ReadoutNetwork:
         self.feed[layer.name] = value  # which also keeps the memory until the engine is built
         return layer.get_output(0)
 
+    def value(self, tensor: Any) -> Value:
+        return Graph(self.network, self.trt).value(tensor)
+
     def dtype(self, value: Tensor) -> Any:
         types = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.int8: "int8"}
         return getattr(self.trt, types[value.dtype])
@@ -100,14 +104,19 @@ class ReadoutNetwork:
     def _gather(self, ranks: int) -> Callable[[Any], Any]:
         def all_gather(tensor: Any) -> Any:
             assert tensor.dtype == self.trt.float32
-            self.sent.append(tensor)
+            self._send(tensor)
             return self.input("received", missing, tensor.dtype, [ranks * tensor.shape[1]])
 
         return all_gather
 
     def _reduce(self, tensor: Any) -> Any:
-        self.sent.append(tensor)
+        self._send(tensor)
         return self.input("reduced", missing, tensor.dtype, tuple(tensor.shape)[1:])
+
+    def _send(self, tensor: Any) -> None:
+        tensor.name = f"sent_{len(self.sent)}"
+        self.network.mark_output(tensor)
+        self.sent.append(tensor)
 
 
 def missing() -> Tensor:
