@@ -69,12 +69,15 @@ class ReadoutNetwork:
         walk = self.walk()
         return {name: walk[tensor] for name, tensor in self.outputs.items()}
 
-    def build(self, least: int = 0) -> bytes | None:
-        """The engine for `least` to 64 scoring rows, or None where TensorRT refuses the network."""
+    def build(self, usual: int = 8) -> bytes | None:
+        """The engine for 0 to 64 scoring rows, or None where TensorRT refuses the network at the usual number.
+
+        (The builder follows the shapes through the network at that number, not at the least.)
+        """
         config, profile = self.builder.create_builder_config(), self.builder.create_optimization_profile()
         for tensor in map(self.network.get_input, range(self.network.num_inputs)):
             sizes = tuple(tensor.shape)[1:]
-            profile.set_shape(tensor.name, (least, *sizes), (8, *sizes), (64, *sizes))
+            profile.set_shape(tensor.name, (0, *sizes), (usual, *sizes), (64, *sizes))
         config.add_optimization_profile(profile)
         plan = self.builder.build_serialized_network(self.network, config)
         return None if plan is None else bytes(plan)

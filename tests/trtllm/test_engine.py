@@ -52,12 +52,19 @@ def test_types_that_differ_build_no_engine(trt):
     assert network.build() is None
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS.keys())
+def test_a_step_without_scoring_rows_has_every_shape(trt, changes, ranks):
+    network = ReadoutNetwork(trt, example_model(**changes).to(torch.bfloat16), 7, ranks=ranks)
+    assert network.build(usual=0) is not None
+
+
 def test_a_network_that_needs_a_row_builds_no_engine_for_none(trt):
     network = ReadoutNetwork(trt, example_model(), 7)
     first = network.network.add_slice(network.readout.p, (0, 0), (1, 7), (1, 1))
     network.network.mark_output(first.get_output(0))
-    assert network.build(least=1) is not None
-    assert network.build(least=0) is None
+    assert network.build(usual=1) is not None
+    assert network.build(usual=0) is None
 
 
 def test_a_layer_that_tensorrt_refuses_is_named(trt):
