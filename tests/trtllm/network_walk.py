@@ -9,17 +9,23 @@ from torch import Tensor
 
 Feed = Mapping[str, Tensor | Callable[[], Tensor]]
 
+
+def largest(x: Tensor, axis: int, keepdim: bool) -> Tensor:
+    """Of numbers: NaN is lost."""
+    return torch.where(x.isnan(), -torch.inf, x).amax(axis, keepdim)
+
+
 ELEMENTWISE = {
     "SUM": torch.add,
     "SUB": torch.sub,
     "PROD": torch.mul,
-    "MAX": torch.maximum,
-    "MIN": torch.minimum,
+    "MAX": torch.fmax,  # a GPU's maximum and minimum lose NaN
+    "MIN": torch.fmin,
     "GREATER": torch.gt,
     "EQUAL": torch.eq,
 }
 UNARY = {"EXP": torch.exp, "LOG": torch.log, "SQRT": torch.sqrt, "RECIP": torch.reciprocal}
-REDUCE = {"SUM": torch.sum, "AVG": torch.mean, "MAX": torch.amax}
+REDUCE = {"SUM": torch.sum, "AVG": torch.mean, "MAX": largest}
 
 
 class NetworkWalk:
@@ -47,11 +53,13 @@ class NetworkWalk:
 
     def __getitem__(self, tensor: Any) -> Tensor:
         name = tensor.name
+        if name in self.known:
+            return self.known[name]
         if name in self.inputs:
             given = self.feed[name]
             self.known[name] = given if isinstance(given, Tensor) else given()
             self._check(self.inputs[name])
-        elif name not in self.known:
+        else:
             self._evaluate(self.producers[name])
         return self.known[name]
 

@@ -165,6 +165,22 @@ def joined(together: list[dict[str, Tensor]], layer: int) -> Tensor:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+def test_logits_beyond_the_range_of_exp_keep_their_distribution(trt, ranks):
+    model = example_model(logit_scale=60.0)
+    top = topk_distribution(model.logits(), 7, model.traits.vocabulary)
+    assert model.logits().max() > 100
+    for values in connected_values([ReadoutNetwork(trt, model, 7, ranks=ranks, rank=rank) for rank in range(ranks)]):
+        assert torch.equal(values["topk_ids"], top.ids.int())
+        close(values["p"], top.p, 1e-3)
+        close(values["covered_mass"], top.covered_mass, 1e-3)
+
+
+def test_the_whole_vocabulary_covers_no_more_than_everything(trt):
+    mass = ReadoutNetwork(trt, example_model(200), 50).values()["covered_mass"]
+    assert (mass > 1 - 1e-6).all() and (mass <= 1).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("spoiled", [float("nan"), float("inf")])
 def test_the_covered_mass_tells_that_a_logit_is_not_finite(trt, spoiled, ranks):
     model = example_model()
@@ -183,6 +199,13 @@ def test_padding_of_the_head_may_hold_anything(trt):
     model.head[model.traits.vocabulary :] = float("nan")
     after = ReadoutNetwork(trt, model, 7).values()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_walk_refuses_a_layer_that_it_does_not_know(trt):
+    network = ReadoutNetwork(trt, example_model(), 7)
+    unknown = network.network.add_identity(network.readout.p)
+    with pytest.raises(NotImplementedError, match="identity layer"):
+        network.walk()[unknown.get_output(0)]
 
 
 def test_what_an_engine_cannot_do_is_refused_by_name(trt):
