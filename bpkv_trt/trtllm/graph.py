@@ -165,10 +165,14 @@ class Value:
         return self.graph.value(layer.get_output(0))
 
     def topk(self, k: int) -> tuple[Value, Value]:
-        """The k largest of the last dimension, descending, and their int32 indices."""
+        """The k largest of the last dimension, descending, and their int32 indices.
+
+        What TensorRT chooses where numbers are NaN is not said; the indices stay within the dimension, for a gather.
+        """
         largest = self.graph.trt.TopKOperation.MAX
         layer = self.graph.add("topk", self.graph.network.add_topk(self.tensor, largest, k, self._axes(-1)))
-        return self.graph.value(layer.get_output(0)), self.graph.value(layer.get_output(1))
+        indices = self.graph.value(layer.get_output(1))
+        return self.graph.value(layer.get_output(0)), indices.clamp(0, self.shape[-1] - 1)
 
     def gather(self, indices: Value, axis: int = 0) -> Value:
         """The slices of a dimension at int32 indices, whose shape takes its place."""

@@ -103,8 +103,9 @@ class Readout:
     def layer(self, layer: int, projection: ITensor, post_norm: PostAttentionNorm | None = None) -> ITensor:
         """[S, K, Hq, D] in the projection's type: the readout of one layer. Rounding to it may undo some centring.
 
-        projection: W_O [d, Hq D]; of several ranks, the columns of this rank's heads, and Hq is their number. The
-        layer's index is for names. ConfigError for a projection of another type than fp16, bf16 or fp32.
+        projection: W_O [d, Hq D]; of several ranks, the columns of this rank's heads, and Hq is their number. `final`
+        is rounded to its type, too: in fp16 what is below 6e-5 loses digits. The layer's index is for names.
+        ConfigError for a projection of another type than fp16, bf16 or fp32.
         """
         assert (post_norm is not None) == self.traits.post_attention_norm, "the weights contradict the traits"
         w = self._weight(f"the output projection of layer {layer}", projection)

@@ -124,8 +124,9 @@ class NetworkWalk:
     def _topk(self, layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         layer = self._cast_to(layer, "ITopKLayer")
         assert layer.op == self.trt.TopKOperation.MAX
-        ordered = torch.sort(x, dim=self._one_axis(layer.axes), descending=True, stable=True)
-        return ordered.values[..., : layer.k], ordered.indices[..., : layer.k].int()
+        values, indices = torch.sort(x, dim=self._one_axis(layer.axes), descending=True, stable=True)
+        indices = torch.where(values.isnan(), 2**31 - 1, indices)  # not said of NaN, so anything
+        return values[..., : layer.k], indices[..., : layer.k].int()
 
     def _gather(self, layer: Any, x: Tensor, indices: Tensor) -> Tensor:
         layer = self._cast_to(layer, "IGatherLayer")
