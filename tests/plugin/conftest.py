@@ -1,3 +1,4 @@
+import ctypes
 import fcntl
 import os
 import shutil
@@ -15,6 +16,7 @@ from tests.plugin.bundle_reader import read_bundle
 from tests.plugin.configurations import CONFIGURATIONS
 from tests.plugin.host import Host
 from tests.plugin.stand_in_driver import StandInDriver
+from tests.tensorrt_folder import dispatch_library
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILED = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -85,13 +87,6 @@ def bundles(bundle_files: dict[str, Path]) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="session")
-def dispatch() -> Path:
-    """NVIDIA's library that has the registry of plugins."""
-    libs = pytest.importorskip("tensorrt_dispatch_libs", reason="needs the package tensorrt_dispatch_cu13_libs")
-    return next(Path(libs.__path__[0]).glob("libnvinfer_dispatch.so.10"))
-
-
-@pytest.fixture(scope="session")
 def _stand_in(native: Path, bundles: dict[str, bytes]) -> StandInDriver:
     driver = StandInDriver(native / "stand_in" / "libcuda.so.1")
     for name, configuration in CONFIGURATIONS.items():
@@ -109,11 +104,9 @@ def driver(_stand_in: StandInDriver) -> Iterator[StandInDriver]:
 
 
 @pytest.fixture(scope="session")
-def host(native: Path, plugin: Path, dispatch: Path, _stand_in: StandInDriver) -> Host:
+def host(native: Path, plugin: Path, _stand_in: StandInDriver) -> Host:
     """With the plugin's library loaded by NVIDIA's registry."""
-    import ctypes
-
-    ctypes.CDLL(str(dispatch), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(dispatch_library()), mode=ctypes.RTLD_GLOBAL)
     result = Host(native / "tests" / "libbpkv_host.so")
     assert result.creator() is None, "no plugin before its library is loaded"
     assert result.c.host_load_library(str(plugin).encode())

@@ -1,22 +1,19 @@
 """The plugin's layers as Python adds them, through NVIDIA's own bindings."""
 
 import json
-import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.plugin.bindings import stand_in_libraries
+from tests.tensorrt_folder import tensorrt_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import json, re, sys
 from pathlib import Path
-from tests.plugin.bindings import import_tensorrt
-trt = import_tensorrt(Path(sys.argv[1]))
+import tensorrt_bindings as trt
 import numpy as np
 from bpkv_trt.errors import BpkvError
 from bpkv_trt.trtllm.plugin import ScoreInputs, ScorePlugin
@@ -52,7 +49,7 @@ def collected(fields):
 
 given, collection = [], trt.PluginFieldCollection
 trt.PluginFieldCollection = collected  # the bindings read fields of plugins written in Python only
-bundle = Path(sys.argv[2]).read_bytes()
+bundle = Path(sys.argv[1]).read_bytes()
 kernels = ScoreKernels(FP32, ("80", "90a"), bundle)
 inputs = ScoreInputs(*ScoreInputs._fields)
 messages = []
@@ -86,19 +83,13 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory, plugin, bundle_files, dispatch):
-    if find_spec("tensorrt_bindings") is None:  # importing it here would need all of TensorRT
-        pytest.skip("needs the package tensorrt_cu13_bindings")
+def report(tmp_path_factory, plugin, bundle_files):
     folder = tmp_path_factory.mktemp("bindings")
-    stand_in_libraries(folder, dispatch)
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, script, folder, bundle_files["fp32"]],
-        env=os.environ | {"BPKV_PLUGIN_PATH": str(plugin), "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    environment = tensorrt_folder(folder) | {"BPKV_PLUGIN_PATH": str(plugin), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, script, bundle_files["fp32"]]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout) | {"log": done.stderr}
 

@@ -1,0 +1,32 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tensorrt_folder import tensorrt_folder
+
+DESCRIBE = Path(__file__).parent / "describe_tensorrt.py"
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def trt() -> ModuleType:
+    """TensorRT-RTX: the same network API, and a builder that needs no GPU."""
+    return pytest.importorskip("tensorrt_rtx_bindings", reason="needs tensorrt_rtx_cu13_bindings and _libs")
+
+
+@pytest.fixture(scope="session")
+def tensorrt_10(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What the bindings of TensorRT 10 define, which TensorRT-LLM makes its networks of: members, docstrings."""
+    environment = tensorrt_folder(tmp_path_factory.mktemp("tensorrt"))
+    run = subprocess.run([sys.executable, DESCRIBE], env=environment, check=True, capture_output=True, text=True)
+    return json.loads(run.stdout)

@@ -1,0 +1,157 @@
+"""Evaluates a real TensorRT network on the CPU: what each of its layers says it does, done by torch."""
+
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Feed = Mapping[str, Tensor | Callable[[], Tensor]]
+
+
+def largest(x: Tensor, axis: int, keepdim: bool) -> Tensor:
+    """Of numbers: NaN is lost."""
+    return torch.where(x.isnan(), -torch.inf, x).amax(axis, keepdim)
+
+
+ELEMENTWISE = {
+    "SUM": torch.add,
+    "SUB": torch.sub,
+    "PROD": torch.mul,
+    "MAX": torch.fmax,  # a GPU's maximum and minimum lose NaN
+    "MIN": torch.fmin,
+    "GREATER": torch.gt,
+    "EQUAL": torch.eq,
+}
+UNARY = {"EXP": torch.exp, "LOG": torch.log, "SQRT": torch.sqrt, "RECIP": torch.reciprocal}
+REDUCE = {"SUM": torch.sum, "AVG": torch.mean, "MAX": largest}
+
+
+class NetworkWalk:
+    """Tensors by name, each computed when it is asked for and kept."""
+
+    def __init__(self, network: Any, trt: ModuleType, feed: Feed) -> None:
+        """feed: an input's value, or what gives it when a layer first needs it; a bf16 constant's, by its layer."""
+        self.trt = trt
+        self.dtypes = {
+            trt.float32: torch.float32,
+            trt.float16: torch.float16,
+            trt.bfloat16: torch.bfloat16,
+            trt.int32: torch.int32,
+            trt.bool: torch.bool,
+        }
+        self.feed = feed
+        self.inputs = {tensor.name: tensor for tensor in map(network.get_input, range(network.num_inputs))}
+        self.known: dict[str, Tensor] = {}
+        self.producers: dict[str, Any] = {}
+        for layer in map(network.get_layer, range(network.num_layers)):
+            for index in range(layer.num_outputs):
+                name = layer.get_output(index).name
+                assert name not in self.producers, f"two tensors are called {name}"
+                self.producers[name] = layer
+
+    def __getitem__(self, tensor: Any) -> Tensor:
+        name = tensor.name
+        if name in self.known:
+            return self.known[name]
+        if name in self.inputs:
+            given = self.feed[name]
+            self.known[name] = given if isinstance(given, Tensor) else given()
+            self._check(self.inputs[name])
+        else:
+            self._evaluate(self.producers[name])
+        return self.known[name]
+
+    def _evaluate(self, layer: Any) -> None:
+        kind = str(layer.type).rpartition(".")[2].lower()
+        evaluate = getattr(self, f"_{kind}", None)
+        if evaluate is None:
+            raise NotImplementedError(f"{layer.name} is a {kind} layer, which this walk does not know")
+        inputs = [self[layer.get_input(index)] for index in range(layer.num_inputs)]
+        results = evaluate(layer, *inputs)
+        for index, result in enumerate(results if isinstance(results, tuple) else (results,)):
+            tensor = layer.get_output(index)
+            self.known[tensor.name] = result
+            self._check(tensor)
+
+    def _check(self, tensor: Any) -> None:
+        """What TensorRT says of the tensor holds for the value."""
+        value = self.known[tensor.name]
+        assert value.dtype == self.dtypes[tensor.dtype], f"{tensor.name}: {value.dtype} for {tensor.dtype}"
+        sizes = tuple(tensor.shape)
+        fits = len(sizes) == value.dim() and all(a in (-1, b) for a, b in zip(sizes, value.shape, strict=True))
+        assert fits, f"{tensor.name}: {tuple(value.shape)} for {sizes}"
+
+    def _cast_to(self, layer: Any, kind: str) -> Any:
+        layer.__class__ = getattr(self.trt, kind)  # how the bindings give a layer its own attributes
+        return layer
+
+    def _constant(self, layer: Any) -> Tensor:
+        layer = self._cast_to(layer, "IConstantLayer")
+        shape, weights = tuple(layer.shape), layer.weights
+        if isinstance(weights, self.trt.Weights):  # of a type that NumPy lacks
+            return self.feed[layer.name]
+        return torch.from_numpy(weights.copy()).reshape(shape)
+
+    def _cast(self, layer: Any, x: Tensor) -> Tensor:
+        return x.to(self.dtypes[self._cast_to(layer, "ICastLayer").to_type])
+
+    def _elementwise(self, layer: Any, x: Tensor, y: Tensor) -> Tensor:
+        assert x.dtype == y.dtype and x.dim() == y.dim(), f"{layer.name}: a strongly typed network refuses this"
+        assert all(a == b or 1 in (a, b) for a, b in zip(x.shape, y.shape, strict=True))
+        return ELEMENTWISE[self._cast_to(layer, "IElementWiseLayer").op.name](x, y)
+
+    def _unary(self, layer: Any, x: Tensor) -> Tensor:
+        return UNARY[self._cast_to(layer, "IUnaryLayer").op.name](x)
+
+    def _activation(self, layer: Any, x: Tensor) -> Tensor:
+        layer = self._cast_to(layer, "IActivationLayer")
+        assert layer.type == self.trt.ActivationType.TANH
+        return torch.tanh(x)
+
+    def _select(self, layer: Any, condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        assert x.dtype == y.dtype
+        return torch.where(condition, x, y)
+
+    def _reduce(self, layer: Any, x: Tensor) -> Tensor:
+        layer = self._cast_to(layer, "IReduceLayer")
+        return REDUCE[layer.op.name](x, self._one_axis(layer.axes), keepdim=layer.keep_dims)
+
+    def _softmax(self, layer: Any, x: Tensor) -> Tensor:
+        return torch.softmax(x, self._one_axis(self._cast_to(layer, "ISoftMaxLayer").axes))
+
+    def _topk(self, layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        layer = self._cast_to(layer, "ITopKLayer")
+        assert layer.op == self.trt.TopKOperation.MAX
+        values, indices = torch.sort(x, dim=self._one_axis(layer.axes), descending=True, stable=True)
+        indices = torch.where(values.isnan(), 2**31 - 1, indices)  # not said of NaN, so anything
+        return values[..., : layer.k], indices[..., : layer.k].int()
+
+    def _gather(self, layer: Any, x: Tensor, indices: Tensor) -> Tensor:
+        layer = self._cast_to(layer, "IGatherLayer")
+        if layer.mode == self.trt.GatherMode.ELEMENT:
+            return torch.gather(x, layer.axis, indices.long())
+        assert layer.mode == self.trt.GatherMode.DEFAULT and layer.num_elementwise_dims == 0
+        taken = x.index_select(layer.axis, indices.flatten().long())
+        return taken.reshape(*x.shape[: layer.axis], *indices.shape, *x.shape[layer.axis + 1 :])
+
+    def _concatenation(self, layer: Any, *parts: Tensor) -> Tensor:
+        return torch.cat(parts, self._cast_to(layer, "IConcatenationLayer").axis)
+
+    def _matrix_multiply(self, layer: Any, x: Tensor, y: Tensor) -> Tensor:
+        layer = self._cast_to(layer, "IMatrixMultiplyLayer")
+        assert x.dtype == y.dtype and layer.op0 == self.trt.MatrixOperation.NONE
+        y = y.T if layer.op1 == self.trt.MatrixOperation.TRANSPOSE else y
+        return (x.float() @ y.float()).to(x.dtype)  # sums in fp32, rounded once
+
+    def _shuffle(self, layer: Any, x: Tensor) -> Tensor:
+        layer = self._cast_to(layer, "IShuffleLayer")
+        assert layer.zero_is_placeholder
+        sizes = [x.shape[index] if size == 0 else size for index, size in enumerate(layer.reshape_dims)]
+        return x.reshape(sizes)
+
+    def _one_axis(self, mask: int) -> int:
+        axis = mask.bit_length() - 1
+        assert mask == 1 << axis
+        return axis
