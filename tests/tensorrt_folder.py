@@ -1,4 +1,4 @@
-"""NVIDIA's Python bindings of TensorRT 10 on a machine that has no TensorRT: over the library with its registry alone."""
+"""NVIDIA's Python bindings of TensorRT 10 where there is no TensorRT: over the library that has its registry alone."""
 
 import os
 import shutil
