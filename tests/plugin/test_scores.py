@@ -56,7 +56,13 @@ def test_every_cache_and_both_readouts_score_as_the_core_does(host, bundles, dri
 def test_one_plugin_follows_the_shapes_of_its_steps(host, bundles, driver):
     prompt = ScoredLayers.random(CONFIGURATIONS["fp32"], [70, 50], [16, 9])
     plugin = built(host, bundles["fp32"], prompt, 0)
-    for lengths, counts in (([70, 50], [16, 9]), ([71, 51, 20], [1, 1, 1]), ([600], [1]), ([30, 40], [0, 2])):
+    for lengths, counts in (
+        ([70, 50], [16, 9]),
+        ([71, 51, 20], [1, 1, 1]),
+        ([600], [1]),
+        ([30, 40], [0, 2]),
+        ([60, 9, 9, 9], [16, 1, 1, 0]),
+    ):
         step = ScoredLayers.random(CONFIGURATIONS["fp32"], lengths, counts)
         # The scale is a field.
         for each in step.attended:
@@ -64,7 +70,7 @@ def test_one_plugin_follows_the_shapes_of_its_steps(host, bundles, driver):
         assert_scores(step, 0, plugin.run(step.inputs(0)))
     plugin.destroy()
     blocks = [each.constants["BLOCK"] for each in driver.launched if each.kernel == "score_entries"]
-    assert blocks == ["16", "8", "8", "8"], "no more positions at a time than there are"
+    assert blocks == ["16", "8", "8", "8", "8"], "as many positions at a time as a sequence has on average"
 
 
 def test_without_scoring_rows_nothing_is_launched_and_nothing_comes_out(host, bundles, driver):
