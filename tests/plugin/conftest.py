@@ -65,13 +65,23 @@ def plugin(made_once: Callable[..., Path], build_environment: dict[str, str]) ->
 
 
 @pytest.fixture(scope="session")
-def native(made_once: Callable[..., Path], build_environment: dict[str, str]) -> Path:
-    """The C++ tests, the host and the stand-in driver."""
-    script = (
-        "options=$(bash build_scripts/build_plugin.sh --cmake-options) && "
-        "eval cmake -S plugins -B {folder} -DBPKV_TESTS=ON $options && cmake --build {folder} --parallel 2"
-    )
-    return made_once("native", "bash", "-c", script, environment=build_environment)
+def native_build(made_once: Callable[..., Path], build_environment: dict[str, str]) -> Callable[[str, str], Path]:
+    """The C++ tests, the host and the stand-in driver, with sanitizers or without."""
+
+    def build(name: str, sanitizers: str) -> Path:
+        script = (
+            "options=$(bash build_scripts/build_plugin.sh --cmake-options) && "
+            f"cmake -S plugins -B {{folder}} -DBPKV_TESTS=ON -DBPKV_SANITIZE={sanitizers} $options && "
+            "cmake --build {folder} --parallel 2"
+        )
+        return made_once(f"native-{name}", "bash", "-c", script, environment=build_environment)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def native(native_build: Callable[[str, str], Path]) -> Path:
+    return native_build("plain", "")
 
 
 @pytest.fixture(scope="session")
