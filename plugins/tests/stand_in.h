@@ -15,7 +15,7 @@ namespace bpkv::test {
 
 /// The stand-in as at its beginning, and again when the test ends.
 class StandIn {
-   public:
+public:
     StandIn() { stand_in_reset(); }
     ~StandIn() { stand_in_reset(); }
     StandIn(StandIn const&) = delete;
@@ -24,7 +24,7 @@ class StandIn {
     /// Libraries that were loaded since, and not unloaded.
     int live() const { return stand_in_count("live") - live_before_; }
 
-   private:
+private:
     int const live_before_ = stand_in_count("live");
 };
 

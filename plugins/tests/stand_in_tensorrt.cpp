@@ -1,11 +1,11 @@
 // A stand-in for libnvinfer: a registry of plugins, and a version that the environment may change.
 
 #include <NvInferRuntime.h>
-#include <dlfcn.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <dlfcn.h>
 #include <string>
 #include <vector>
 
@@ -16,7 +16,7 @@ using namespace nvinfer1;
 namespace {
 
 class Registry final : public IPluginRegistry {
-   public:
+public:
     bool registerCreator(IPluginCreatorInterface& creator, char const* name_space) noexcept override {
         auto const& own = static_cast<IPluginCreatorV3One&>(creator);
         if (getCreator(own.getPluginName(), own.getPluginVersion(), name_space) != nullptr) return false;
@@ -24,9 +24,12 @@ class Registry final : public IPluginRegistry {
         return true;
     }
 
-    IPluginCreatorInterface* getCreator(char const* name, char const* version, char const* name_space) noexcept override {
+    IPluginCreatorInterface* getCreator(char const* name, char const* version,
+                                        char const* name_space) noexcept override {
         for (auto const& entry : entries_) {
             auto const& own = static_cast<IPluginCreatorV3One&>(*entry.creator);
+            // As the real one: the namespace has to be that of the creator, and that of its registration.
+            if (std::strcmp(own.getPluginNamespace(), name_space) != 0) continue;
             if (std::strcmp(own.getPluginName(), name) == 0 && std::strcmp(own.getPluginVersion(), version) == 0 &&
                 entry.name_space == name_space) {
                 return entry.creator;
@@ -72,7 +75,7 @@ class Registry final : public IPluginRegistry {
     IPluginCreator* getPluginCreator(char const*, char const*, char const*) noexcept override { return nullptr; }
     bool deregisterCreator(IPluginCreator const&) noexcept override { return false; }
 
-   private:
+private:
     struct Entry {
         IPluginCreatorInterface* creator;
         std::string name_space;
