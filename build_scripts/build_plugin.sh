@@ -93,6 +93,7 @@ find_headers() {
 
 output='' build_type=Release jobs=$(getconf _NPROCESSORS_ONLN) only_options=''
 while (($#)); do
+  if [[ $1 == --?*=* ]]; then set -- "${1%%=*}" "${1#*=}" "${@:2}"; fi
   option=$1
   case $option in
     --help | -h) usage; exit ;;
