@@ -112,7 +112,7 @@ done
 
 if [[ -n $only_options ]]; then
   find_headers
-  printf '%s\n' "${cmake_options[@]}"
+  printf '%q\n' "${cmake_options[@]}"
   exit
 fi
 [[ -n $output ]] || fail "--output is missing; name the folder for the library, such as --output build/plugin."

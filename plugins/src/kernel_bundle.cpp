@@ -25,7 +25,8 @@ public:
     Pairs(BundleReader& reader, std::string_view owner) : owner_(owner) {
         for (auto count = reader.u32(); count > 0; --count) {
             auto const name = reader.name();
-            if (!values_.emplace(name, reader.name()).second) throw Refusal(owner_, " has ", name, " twice.");
+            if (!values_.emplace(name, reader.name()).second)
+                throw Refusal(owner_, " has ", name, " twice; ", BundleReader::advice);
         }
     }
 
@@ -45,7 +46,8 @@ public:
             if (!valid) break;
         }
         if (number < 1 || number > std::numeric_limits<std::int32_t>::max()) {
-            throw Refusal(owner_, " has ", name, " '", digits, "'; expected a number of 1 or more.");
+            throw Refusal(owner_, " has ", name, " '", digits,
+                          "'; expected a number of 1 or more: ", BundleReader::advice);
         }
         return static_cast<std::int32_t>(number);
     }
