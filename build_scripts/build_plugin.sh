@@ -93,6 +93,7 @@ find_headers() {
 
 output='' build_type=Release jobs=$(getconf _NPROCESSORS_ONLN) only_options=''
 while (($#)); do
+  if [[ $1 == --?*=* ]]; then set -- "${1%%=*}" "${1#*=}" "${@:2}"; fi
   option=$1
   case $option in
     --help | -h) usage; exit ;;
@@ -111,7 +112,7 @@ done
 
 if [[ -n $only_options ]]; then
   find_headers
-  printf '%s\n' "${cmake_options[@]}"
+  printf '%q\n' "${cmake_options[@]}"
   exit
 fi
 [[ -n $output ]] || fail "--output is missing; name the folder for the library, such as --output build/plugin."

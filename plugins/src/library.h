@@ -9,6 +9,6 @@ namespace bpkv {
 ScoreCreator* creator() noexcept;
 
 /// Adds the creator to the registry of the TensorRT in this process, once; raises Refusal where that is not possible.
-void register_creator(ScoreCreator& creator, TensorRtProcess const& process, char const* name_space);
+void register_creator(ScoreCreator& creator, TensorRtProcess const& process);
 
 }  // namespace bpkv

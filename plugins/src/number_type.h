@@ -16,11 +16,11 @@ constexpr char const* name_of(NumberType type) { return number_type_names[static
 
 /// The type of that name among the first `choices`.
 constexpr std::optional<NumberType> number_type(std::string_view name, int choices) {
-  for (int each = 0; each < choices; ++each) {
-    auto const type = static_cast<NumberType>(each);
-    if (name == name_of(type)) return type;
-  }
-  return std::nullopt;
+    for (int each = 0; each < choices; ++each) {
+        auto const type = static_cast<NumberType>(each);
+        if (name == name_of(type)) return type;
+    }
+    return std::nullopt;
 }
 
 }  // namespace bpkv

@@ -63,55 +63,55 @@ constexpr std::array score_entries{
 
 template <typename Action>
 auto with_names(ScoreKernel kernel, Action const& action) {
-  switch (kernel) {
-    case ScoreKernel::partial_log_sum_exp:
-      return action(partial_log_sum_exp);
-    case ScoreKernel::combined_log_sum_exp:
-      return action(combined_log_sum_exp);
-    case ScoreKernel::read_context:
-      return action(read_context);
-    default:
-      return action(score_entries);
-  }
+    switch (kernel) {
+        case ScoreKernel::partial_log_sum_exp:
+            return action(partial_log_sum_exp);
+        case ScoreKernel::combined_log_sum_exp:
+            return action(combined_log_sum_exp);
+        case ScoreKernel::read_context:
+            return action(read_context);
+        default:
+            return action(score_entries);
+    }
 }
 
 }  // namespace
 
 std::optional<ScoreKernel> score_kernel(std::string_view name) {
-  for (std::size_t each = 0; each < score_kernel_names.size(); ++each) {
-    if (name == score_kernel_names[each]) return static_cast<ScoreKernel>(each);
-  }
-  return std::nullopt;
+    for (std::size_t each = 0; each < score_kernel_names.size(); ++each) {
+        if (name == score_kernel_names[each]) return static_cast<ScoreKernel>(each);
+    }
+    return std::nullopt;
 }
 
 char const* type_of(Argument argument) {
-  switch (argument) {
-    case Argument::offsets:
-    case Argument::key_pages:
-    case Argument::value_pages:
-    case Argument::lengths:
-      return "*i32";
-    case Argument::addresses:
-      return "*i64";
-    case Argument::scale:
-    case Argument::value_scale:
-      return "fp32";
-    default:
-      return argument <= Argument::scores ? "*fp32" : "i32";
-  }
+    switch (argument) {
+        case Argument::offsets:
+        case Argument::key_pages:
+        case Argument::value_pages:
+        case Argument::lengths:
+            return "*i32";
+        case Argument::addresses:
+            return "*i64";
+        case Argument::scale:
+        case Argument::value_scale:
+            return "fp32";
+        default:
+            return argument <= Argument::scores ? "*fp32" : "i32";
+    }
 }
 
 std::optional<Argument> argument_of(ScoreKernel kernel, std::string_view name) {
-  return with_names(kernel, [&](auto const& names) -> std::optional<Argument> {
-    for (auto const& [known, argument] : names) {
-      if (known == name) return argument;
-    }
-    return std::nullopt;
-  });
+    return with_names(kernel, [&](auto const& names) -> std::optional<Argument> {
+        for (auto const& [known, argument] : names) {
+            if (known == name) return argument;
+        }
+        return std::nullopt;
+    });
 }
 
 std::size_t arguments_of(ScoreKernel kernel) {
-  return with_names(kernel, [](auto const& names) { return names.size(); });
+    return with_names(kernel, [](auto const& names) { return names.size(); });
 }
 
 }  // namespace bpkv

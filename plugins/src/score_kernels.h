@@ -19,40 +19,40 @@ constexpr char const* name_of(ScoreKernel kernel) { return score_kernel_names[st
 
 /// These two come once for every BLOCK, the number of positions that they take at a time.
 constexpr bool has_blocks(ScoreKernel kernel) {
-  return kernel == ScoreKernel::partial_log_sum_exp || kernel == ScoreKernel::score_entries;
+    return kernel == ScoreKernel::partial_log_sum_exp || kernel == ScoreKernel::score_entries;
 }
 
 std::optional<ScoreKernel> score_kernel(std::string_view name);
 
 /// What kernels are given. `lse` and `context_read` are written by kernels that call them `result`.
 enum class Argument {
-  q,
-  context,
-  readout,
-  p,
-  weights,
-  offsets,
-  addresses,
-  key_pages,
-  value_pages,
-  lengths,
-  partials,
-  lse,
-  context_read,
-  scores,
-  rows,
-  columns,
-  blocks,
-  splits,
-  sequence_stride,
-  head_stride,
-  length_sequence_stride,
-  length_head_stride,
-  first_page,
-  window,
-  longest,
-  scale,
-  value_scale,
+    q,
+    context,
+    readout,
+    p,
+    weights,
+    offsets,
+    addresses,
+    key_pages,
+    value_pages,
+    lengths,
+    partials,
+    lse,
+    context_read,
+    scores,
+    rows,
+    columns,
+    blocks,
+    splits,
+    sequence_stride,
+    head_stride,
+    length_sequence_stride,
+    length_head_stride,
+    first_page,
+    window,
+    longest,
+    scale,
+    value_scale,
 };
 inline constexpr std::size_t argument_count = static_cast<std::size_t>(Argument::value_scale) + 1;
 

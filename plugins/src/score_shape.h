@@ -10,24 +10,24 @@ namespace bpkv {
 
 /// How much one call scores: what differs from step to step. All are checked to be within what kernels can count.
 struct ScoreShape {
-  std::int64_t rows = 0;       // S, of all sequences
-  std::int64_t sequences = 0;  // B
-  std::int64_t blocks = 0;     // P, of a sequence's table
-  std::int64_t capacity = 0;   // rows of the cache that P blocks hold
+    std::int64_t rows = 0;       // S, of all sequences
+    std::int64_t sequences = 0;  // B
+    std::int64_t blocks = 0;     // P, of a sequence's table
+    std::int64_t capacity = 0;   // rows of the cache that P blocks hold
 
-  bool empty() const { return rows == 0 || sequences == 0 || blocks == 0; }
+    bool empty() const { return rows == 0 || sequences == 0 || blocks == 0; }
 
-  /// T, of the output [B, Hkv, T].
-  std::int64_t longest() const { return rows == 0 ? 0 : capacity; }
+    /// T, of the output [B, Hkv, T].
+    std::int64_t longest() const { return rows == 0 ? 0 : capacity; }
 
-  /// Of the inputs of a call; raises Refusal, naming the input, for shapes that do not fit. Allocates nothing else.
-  static ScoreShape of(ScoreFields const& fields, nvinfer1::PluginTensorDesc const* inputs);
+    /// Of the inputs of a call; raises Refusal, naming the input, for shapes that do not fit. Allocates nothing else.
+    static ScoreShape of(ScoreFields const& fields, nvinfer1::PluginTensorDesc const* inputs);
 
-  /// The largest that an optimization profile allows; what is known of the shapes is checked in the same way.
-  static ScoreShape largest(ScoreFields const& fields, nvinfer1::DynamicPluginTensorDesc const* inputs);
+    /// The largest that an optimization profile allows; what is known of the shapes is checked in the same way.
+    static ScoreShape largest(ScoreFields const& fields, nvinfer1::DynamicPluginTensorDesc const* inputs);
 
-  /// Raises Refusal where the output's shape is another.
-  void expect_output(ScoreFields const& fields, nvinfer1::Dims const& output) const;
+    /// Raises Refusal where the output's shape is another.
+    void expect_output(ScoreFields const& fields, nvinfer1::Dims const& output) const;
 };
 
 /// Raises Refusal, naming the input, for one of another rank.

@@ -10,16 +10,16 @@ namespace bpkv {
 
 /// Places of the inputs; output 0 is the scores.
 enum Input : std::int32_t {
-  input_q,
-  input_context,
-  input_readout,
-  input_p,
-  input_weights,
-  input_offsets,
-  input_block_offsets,
-  input_lengths,
-  input_pool_addresses,
-  input_count,
+    input_q,
+    input_context,
+    input_readout,
+    input_p,
+    input_weights,
+    input_offsets,
+    input_block_offsets,
+    input_lengths,
+    input_pool_addresses,
+    input_count,
 };
 inline constexpr std::int32_t output_count = 1;
 

@@ -10,12 +10,12 @@ namespace bpkv {
 
 /// Places of what kernels hand to each other, in bytes from the workspace's beginning; all fp32.
 struct ScoreWorkspace {
-  ScoreWorkspace(ScoreFields const& fields, ScoreShape const& shape, std::int32_t splits);
+    ScoreWorkspace(ScoreFields const& fields, ScoreShape const& shape, std::int32_t splits);
 
-  std::size_t partials;      // [splits, S, Hq]
-  std::size_t lse;           // [S, Hq]
-  std::size_t context_read;  // [S, K, Hq]
-  std::size_t bytes;         // of all
+    std::size_t partials;      // [splits, S, Hq]
+    std::size_t lse;           // [S, Hq]
+    std::size_t context_read;  // [S, K, Hq]
+    std::size_t bytes;         // of all
 };
 
 }  // namespace bpkv

@@ -8,9 +8,9 @@ namespace bpkv {
 
 /// What all plugins of a creator share.
 struct Services {
-  Log log;
-  KernelSets kernel_sets;
-  NvtxDomain nvtx;
+    Log log;
+    KernelSets kernel_sets;
+    NvtxDomain nvtx;
 };
 
 }  // namespace bpkv

@@ -9,17 +9,17 @@ namespace bpkv {
 
 /// Compute capability of a device.
 struct Capability {
-  int major;
-  int minor;
+    int major;
+    int minor;
 };
 
 /// What a kernel is compiled for: "86" for 8.6 and later 8.x, "90a" for 9.0 alone.
 struct Target {
-  int major;
-  int minor;
-  bool exact;
+    int major;
+    int minor;
+    bool exact;
 
-  bool runs_on(Capability device) const;
+    bool runs_on(Capability device) const;
 };
 
 inline bool operator==(Target a, Target b) { return a.major == b.major && a.minor == b.minor && a.exact == b.exact; }

@@ -19,9 +19,9 @@ inline void append(std::string& line, unsigned part) { line += std::to_string(pa
 /// Pieces of text and whole numbers, one after the other.
 template <typename... Parts>
 std::string text(Parts const&... parts) {
-  std::string line;
-  (detail::append(line, parts), ...);
-  return line;
+    std::string line;
+    (detail::append(line, parts), ...);
+    return line;
 }
 
 }  // namespace bpkv
