@@ -1,8 +1,10 @@
 #include "kernel_bundle.h"
 
 #include <algorithm>
+#include <charconv>
 #include <limits>
 #include <map>
+#include <system_error>
 
 #include "bundle_reader.h"
 #include "refusal.h"
@@ -25,8 +27,8 @@ public:
     Pairs(BundleReader& reader, std::string_view owner) : owner_(owner) {
         for (auto count = reader.u32(); count > 0; --count) {
             auto const name = reader.name();
-            if (!values_.emplace(name, reader.name()).second)
-                throw Refusal(owner_, " has ", name, " twice; ", BundleReader::advice);
+            bool const is_new = values_.emplace(name, reader.name()).second;
+            if (!is_new) throw Refusal(owner_, " has ", name, " twice; ", BundleReader::advice);
         }
     }
 
@@ -39,17 +41,11 @@ public:
     /// At least 1.
     std::int32_t count(char const* name) const {
         auto const digits = text(name);
-        std::int64_t number = 0;
-        for (char const each : digits) {
-            bool const valid = each >= '0' && each <= '9' && number <= std::numeric_limits<std::int32_t>::max() / 10;
-            number = valid ? 10 * number + (each - '0') : std::numeric_limits<std::int64_t>::max();
-            if (!valid) break;
-        }
-        if (number < 1 || number > std::numeric_limits<std::int32_t>::max()) {
-            throw Refusal(owner_, " has ", name, " '", digits,
-                          "'; expected a number of 1 or more: ", BundleReader::advice);
-        }
-        return static_cast<std::int32_t>(number);
+        auto const* const end = digits.data() + digits.size();
+        std::int32_t number = 0;
+        auto const read = std::from_chars(digits.data(), end, number);
+        if (read.ec == std::errc() && read.ptr == end && number >= 1) return number;
+        throw Refusal(owner_, " has ", name, " '", digits, "'; expected 1 or more: ", BundleReader::advice);
     }
 
 private:
@@ -126,7 +122,9 @@ void read_constants(BundleReader& reader, Kernel& kernel, AgreedGeometry& geomet
     agree(&Geometry::kv_heads, "PAGE_HEADS", "kv_heads");
     agree(&Geometry::tokens_per_block, "PAGE_SIZE", "tokens_per_block");
     auto const heads = std::int64_t{constants.count("GROUP")} * constants.count("KV_HEADS");
-    if (heads > std::numeric_limits<std::int32_t>::max()) throw Refusal("the kernels have ", heads, " query heads.");
+    if (heads > std::numeric_limits<std::int32_t>::max()) {
+        throw Refusal("the kernels have ", heads, " query heads; ", BundleReader::advice);
+    }
     geometry.agree(&Geometry::query_heads, static_cast<std::int32_t>(heads), "query_heads");
     auto const cache = number_type(constants.text("CACHE"), static_cast<int>(number_type_names.size()));
     if (!cache) throw Refusal("the kernels read a cache of ", constants.text("CACHE"), " and", other_kernels);
@@ -137,8 +135,7 @@ Kernel read_kernel(BundleReader& reader, AgreedGeometry& geometry) {
     Kernel kernel{};
     auto const name = reader.name();
     auto const known = score_kernel(name);
-    if (!known)
-        throw Refusal("the kernels have one named ", name, " that this library does not know and", other_kernels);
+    if (!known) throw Refusal("a kernel named ", name, ", which this library does not know,", other_kernels);
     kernel.name = *known;
     kernel.threads = reader.u32();
     kernel.shared_bytes = reader.u32();

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -15,8 +16,9 @@ public:
     /// The one that layers of this checksum share, made if there is none. It lives as long as any of them.
     std::shared_ptr<KernelSet> get(std::int64_t checksum) {
         std::lock_guard const lock(mutex_);
-        for (auto each = sets_.begin(); each != sets_.end();)
-            each = each->second.expired() ? sets_.erase(each) : ++each;
+        for (auto each = sets_.begin(); each != sets_.end();) {  // what nobody uses any more
+            each = each->second.expired() ? sets_.erase(each) : std::next(each);
+        }
         auto& slot = sets_[checksum];
         auto set = slot.lock();
         if (set == nullptr) slot = set = std::make_shared<KernelSet>(checksum);

@@ -60,18 +60,12 @@ constexpr std::array scale_rules{
 
 std::string_view type_name(PluginFieldType type) {
     switch (type) {
-        case PluginFieldType::kINT32:
-            return "INT32";
-        case PluginFieldType::kINT64:
-            return "INT64";
-        case PluginFieldType::kFLOAT32:
-            return "FLOAT32";
-        case PluginFieldType::kCHAR:
-            return "CHAR";
-        case PluginFieldType::kUNKNOWN:
-            return "UNKNOWN";
-        default:
-            return "another type";
+        case PluginFieldType::kINT32: return "INT32";
+        case PluginFieldType::kINT64: return "INT64";
+        case PluginFieldType::kFLOAT32: return "FLOAT32";
+        case PluginFieldType::kCHAR: return "CHAR";
+        case PluginFieldType::kUNKNOWN: return "UNKNOWN";
+        default: return "another type";
     }
 }
 
@@ -85,20 +79,7 @@ public:
         for (std::int32_t each = 0; each < given->nbFields; ++each) add(given->fields[each]);
     }
 
-    bool has(char const* name) const {
-        for (auto const& slot : slots_) {
-            if (std::strcmp(slot.name, name) == 0) return slot.field != nullptr;
-        }
-        return false;
-    }
-
-    /// The bytes of a field whose type is `type`.
-    PluginField const& get(char const* name, PluginFieldType type) const {
-        for (auto const& slot : slots_) {
-            if (std::strcmp(slot.name, name) == 0 && slot.field != nullptr) return expect(*slot.field, type);
-        }
-        throw Refusal("field ", name, " is missing; give it as ", type_name(type), ".");
-    }
+    bool has(char const* name) const { return find(name) != nullptr; }
 
     template <typename Value>
     Value number(char const* name, PluginFieldType type) const {
@@ -132,12 +113,21 @@ private:
         throw Refusal("field ", field.name, " is unknown; build plugin and engine from one release.");
     }
 
-    static PluginField const& expect(PluginField const& field, PluginFieldType type) {
-        if (field.type != type) {
-            throw Refusal("field ", field.name, " is ", type_name(field.type), "; give it as ", type_name(type), ".");
+    PluginField const* find(char const* name) const {
+        for (auto const& slot : slots_) {
+            if (std::strcmp(slot.name, name) == 0) return slot.field;
         }
-        if (field.data == nullptr) throw Refusal("field ", field.name, " has no data; give a pointer to it.");
-        return field;
+        return nullptr;
+    }
+
+    PluginField const& get(char const* name, PluginFieldType type) const {
+        auto const* const field = find(name);
+        if (field == nullptr) throw Refusal("field ", name, " is missing; give it as ", type_name(type), ".");
+        if (field->type != type) {
+            throw Refusal("field ", name, " is ", type_name(field->type), "; give it as ", type_name(type), ".");
+        }
+        if (field->data == nullptr) throw Refusal("field ", name, " has no data; give a pointer to it.");
+        return *field;
     }
 
     std::vector<Slot> slots_ = [] {
@@ -209,8 +199,9 @@ std::vector<PluginField> field_names() {
 FieldsToSerialize::FieldsToSerialize(ScoreFields const& fields, std::optional<std::string_view> kernels)
     : fields_(fields) {
     list_.push_back({"abi", &abi, PluginFieldType::kINT32, 1});
-    for (auto const& rule : integer_rules)
+    for (auto const& rule : integer_rules) {
         list_.push_back({rule.name, &(fields_.*rule.member), PluginFieldType::kINT32, 1});
+    }
     for (auto const& rule : type_rules) {
         std::string_view const name = name_of(fields_.*rule.member);
         list_.push_back({rule.name, name.data(), PluginFieldType::kCHAR, static_cast<std::int32_t>(name.size())});

@@ -64,14 +64,10 @@ constexpr std::array score_entries{
 template <typename Action>
 auto with_names(ScoreKernel kernel, Action const& action) {
     switch (kernel) {
-        case ScoreKernel::partial_log_sum_exp:
-            return action(partial_log_sum_exp);
-        case ScoreKernel::combined_log_sum_exp:
-            return action(combined_log_sum_exp);
-        case ScoreKernel::read_context:
-            return action(read_context);
-        default:
-            return action(score_entries);
+        case ScoreKernel::partial_log_sum_exp: return action(partial_log_sum_exp);
+        case ScoreKernel::combined_log_sum_exp: return action(combined_log_sum_exp);
+        case ScoreKernel::read_context: return action(read_context);
+        default: return action(score_entries);
     }
 }
 
@@ -89,15 +85,11 @@ char const* type_of(Argument argument) {
         case Argument::offsets:
         case Argument::key_pages:
         case Argument::value_pages:
-        case Argument::lengths:
-            return "*i32";
-        case Argument::addresses:
-            return "*i64";
+        case Argument::lengths: return "*i32";
+        case Argument::addresses: return "*i64";
         case Argument::scale:
-        case Argument::value_scale:
-            return "fp32";
-        default:
-            return argument <= Argument::scores ? "*fp32" : "i32";
+        case Argument::value_scale: return "fp32";
+        default: return argument <= Argument::scores ? "*fp32" : "i32";
     }
 }
 

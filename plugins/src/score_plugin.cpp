@@ -39,12 +39,9 @@ ScorePlugin::ScorePlugin(ScoreFields const& fields, std::shared_ptr<KernelSet> k
 
 IPluginCapability* ScorePlugin::getCapabilityInterface(PluginCapabilityType type) noexcept {
     switch (type) {
-        case PluginCapabilityType::kCORE:
-            return static_cast<IPluginV3OneCore*>(this);
-        case PluginCapabilityType::kBUILD:
-            return static_cast<IPluginV3OneBuild*>(this);
-        case PluginCapabilityType::kRUNTIME:
-            return static_cast<IPluginV3OneRuntime*>(this);
+        case PluginCapabilityType::kCORE: return static_cast<IPluginV3OneCore*>(this);
+        case PluginCapabilityType::kBUILD: return static_cast<IPluginV3OneBuild*>(this);
+        case PluginCapabilityType::kRUNTIME: return static_cast<IPluginV3OneRuntime*>(this);
     }
     return nullptr;
 }
@@ -141,6 +138,7 @@ std::int32_t ScorePlugin::enqueue(PluginTensorDesc const* input_descs, PluginTen
 
 void ScorePlugin::score(ScoreShape const& shape, void const* const* inputs, void* scores, void* workspace,
                         CUstream stream) {
+    shape.expect_positions(fields_);
     NvtxRange const range(services_->nvtx, "score", shape.rows);
     auto const& bundle = kernels_->bundle();
     expect_equal(bundle.geometry(), fields_);

@@ -172,6 +172,13 @@ ScoreShape ScoreShape::largest(ScoreFields const& fields, nvinfer1::DynamicPlugi
     return within_limits(fields, bounds);
 }
 
+void ScoreShape::expect_positions(ScoreFields const& fields) const {
+    if (rows <= sequences * fields.positions) return;
+    throw Refusal("input ", int{input_q}, " (", input_names[input_q], ") has ", rows, " rows of ", sequences,
+                  " sequences, each at most ", fields.positions,
+                  "; score fewer positions, or compile kernels for more.");
+}
+
 void ScoreShape::expect_output(ScoreFields const& fields, Dims const& output) const {
     if (output.nbDims == 3 && output.d[0] == sequences && output.d[1] == fields.kv_heads && output.d[2] == longest()) {
         return;

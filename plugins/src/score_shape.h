@@ -26,6 +26,9 @@ struct ScoreShape {
     /// The largest that an optimization profile allows; what is known of the shapes is checked in the same way.
     static ScoreShape largest(ScoreFields const& fields, nvinfer1::DynamicPluginTensorDesc const* inputs);
 
+    /// Raises Refusal where there are more rows than the sequences may have: kernels would leave some out.
+    void expect_positions(ScoreFields const& fields) const;
+
     /// Raises Refusal where the output's shape is another.
     void expect_output(ScoreFields const& fields, nvinfer1::Dims const& output) const;
 };

@@ -21,12 +21,9 @@ DataType tensor_type(std::int32_t place, NumberType activations) {
             return activations == NumberType::fp16 ? DataType::kHALF : DataType::kBF16;
         case input_offsets:
         case input_block_offsets:
-        case input_lengths:
-            return DataType::kINT32;
-        case input_pool_addresses:
-            return DataType::kINT64;
-        default:
-            return DataType::kFLOAT;
+        case input_lengths: return DataType::kINT32;
+        case input_pool_addresses: return DataType::kINT64;
+        default: return DataType::kFLOAT;
     }
 }
 

@@ -34,28 +34,17 @@ public:
     void damage(std::string& bytes) {
         if (bytes.empty()) return;
         switch (below(7)) {
-            case 0:
-                bytes.resize(below(bytes.size()));
-                break;
-            case 1:
-                bytes[below(bytes.size())] ^= static_cast<char>(1 << below(8));
-                break;
-            case 2:
-                overwrite(bytes);
-                break;
-            case 3:
-                bytes.insert(below(bytes.size()), std::string(below(20), static_cast<char>(random_())));
-                break;
-            case 4:
-                bytes.erase(below(bytes.size()), 1 + below(20));
-                break;
+            case 0: bytes.resize(below(bytes.size())); break;
+            case 1: bytes[below(bytes.size())] ^= static_cast<char>(1 << below(8)); break;
+            case 2: overwrite(bytes); break;
+            case 3: bytes.insert(below(bytes.size()), std::string(below(20), static_cast<char>(random_()))); break;
+            case 4: bytes.erase(below(bytes.size()), 1 + below(20)); break;
             case 5: {  // a part of it once more, elsewhere
                 auto const part = bytes.substr(below(bytes.size()), below(200));
                 bytes.insert(below(bytes.size()), part);
                 break;
             }
-            default:
-                std::generate(bytes.begin(), bytes.end(), [&] { return static_cast<char>(random_()); });
+            default: std::generate(bytes.begin(), bytes.end(), [&] { return static_cast<char>(random_()); });
         }
     }
 
@@ -63,30 +52,14 @@ public:
         auto& field = *std::next(list.fields.begin(), static_cast<std::ptrdiff_t>(below(list.fields.size())));
         auto const room = static_cast<std::int32_t>(field.data.size());
         switch (below(9)) {
-            case 0:
-                field.type = static_cast<nvinfer1::PluginFieldType>(static_cast<int>(below(16)) - 1);
-                break;
-            case 1:
-                field.length = -static_cast<std::int32_t>(below(3));
-                break;
-            case 2:
-                field.length = static_cast<std::int32_t>(below(static_cast<std::size_t>(room) + 1));
-                break;
-            case 3:
-                field.name = std::string(below(40), static_cast<char>(1 + below(255)));
-                break;
-            case 4:
-                field.has_data = false;
-                break;
-            case 5:
-                field.has_name = false;
-                break;
-            case 6:
-                list.fields.push_back(field);
-                break;
-            case 7:
-                list.fields.remove_if([&](auto const& each) { return &each == &field; });
-                break;
+            case 0: field.type = static_cast<nvinfer1::PluginFieldType>(static_cast<int>(below(16)) - 1); break;
+            case 1: field.length = -static_cast<std::int32_t>(below(3)); break;
+            case 2: field.length = static_cast<std::int32_t>(below(static_cast<std::size_t>(room) + 1)); break;
+            case 3: field.name = std::string(below(40), static_cast<char>(1 + below(255))); break;
+            case 4: field.has_data = false; break;
+            case 5: field.has_name = false; break;
+            case 6: list.fields.push_back(field); break;
+            case 7: list.fields.remove_if([&](auto const& each) { return &each == &field; }); break;
             default:
                 if (field.name == "kernels") break;
                 for (auto& each : field.data) each = static_cast<char>(number());

@@ -252,9 +252,12 @@ TEST(launches, are_refused_without_memory_or_for_shapes_that_do_not_fit) {
                                                           : "workspace"));
         }
     }
+    CHECK(enqueue(*plugin, fields, {9, 2, 7, 2}) != 0);  // 2 sequences of 4 positions each
+    CHECK(creator.log.told("9 rows"));
     CHECK(enqueue(*plugin, fields, {5, 2, 7, 1}) != 0);
     CHECK(creator.log.told("pool 1"));
     CHECK_EQUAL(stand_in_count("launches"), 0);
+    CHECK_EQUAL(enqueue(*plugin, fields, {8, 2, 7, 2}), 0);
 }
 
 TEST(workspace, holds_all_parts_apart_and_grows_with_each_size) {

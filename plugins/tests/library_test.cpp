@@ -86,8 +86,9 @@ TEST(exports, work_without_tensorrt) {
     CHECK(!library.init(log, nullptr));
     CHECK(log.told("load libnvinfer"));
     library.find<void(nvinfer1::ILoggerFinder*)>("setLoggerFinder")(nullptr);
-    for (auto const* name : {"cuInit", "getPluginRegistry", "_ZTIN4bpkv7RefusalE"})
+    for (auto const* name : {"cuInit", "getPluginRegistry", "_ZTIN4bpkv7RefusalE"}) {
         CHECK(dlsym(library.handle, name) == nullptr);
+    }
 }
 
 TEST(tensorrt, finds_the_plugin) { expect_registered(load_tensorrt(RTLD_GLOBAL), Library()); }

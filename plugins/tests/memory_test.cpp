@@ -25,7 +25,7 @@ TEST(memory, is_not_allocated_by_a_second_enqueue) {
     auto const plugin = creator.make(field_list(fields, bundle_for(fields, {"90a"}).bytes()));
     Memory const memory;
     for (int round = 0; round < 5; ++round) {
-        Step const step{5 + round, 2, 7 + round, 2};
+        Step const step{4 + round, 2, 7 + round, 2};
         auto const descs = descs_of(fields, step);
         auto const output = runtime_of(*plugin).onShapeChange(descs.data(), input_count, descs.data() + input_count, 1);
         auto& runtime = runtime_of(*plugin);

@@ -43,12 +43,9 @@ private:
                                                   nvinfer1::IDimensionExpr const& b) override {
             auto const x = value_of(&a), y = value_of(&b);
             switch (what) {
-                case nvinfer1::DimensionOperation::kPROD:
-                    return constant(x * y);
-                case nvinfer1::DimensionOperation::kMIN:
-                    return constant(std::min(x, y));
-                default:
-                    return nullptr;
+                case nvinfer1::DimensionOperation::kPROD: return constant(x * y);
+                case nvinfer1::DimensionOperation::kMIN: return constant(std::min(x, y));
+                default: return nullptr;
             }
         }
         nvinfer1::IDimensionExpr const* declareSizeTensor(std::int32_t, nvinfer1::IDimensionExpr const&,
