@@ -152,8 +152,8 @@ TEST(bundle, whose_kernels_differ_in_the_model_is_refused) {
             list.erase(
                 std::find_if(list.begin(), list.end(), [&](auto const& each) { return each.first == constant; }));
             CHECK_REFUSED(lacking, constant);
-            bool const of_model = constant != "BLOCK" && constant != "TILE" && constant != "SPLITS" &&
-                                  constant != "COLUMNS";
+            bool const of_model =
+                constant != "BLOCK" && constant != "TILE" && constant != "SPLITS" && constant != "COLUMNS";
             auto other = whole();
             other.find("86", kernel).constant(constant) = constant == "CACHE" ? "int8" : "3";
             if (of_model && constant != "GROUP") CHECK(!refusal_of(other.bytes()).empty());
