@@ -129,9 +129,6 @@ void read_constants(BundleReader& reader, Kernel& kernel, AgreedGeometry& geomet
     auto const cache = number_type(constants.text("CACHE"), static_cast<int>(number_type_names.size()));
     if (!cache) throw Refusal("the kernels read a cache of ", constants.text("CACHE"), " and", other_kernels);
     geometry.agree(&Geometry::cache, *cache, "cache");
-    if (kernel.name == ScoreKernel::score_entries && constants.text("PROBES") != "False") {
-        throw Refusal("the kernels take probes in place of top-K logits; compile them without.");
-    }
 }
 
 Kernel read_kernel(BundleReader& reader, AgreedGeometry& geometry) {

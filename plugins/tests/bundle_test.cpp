@@ -140,7 +140,7 @@ TEST(bundle, whose_kernels_differ_in_the_model_is_refused) {
              {"combined_log_sum_exp", {"SPLITS", "COLUMNS"}},
              {"read_context", {"D", "HEADS", "CHANNELS", "TILE"}},
              {"score_entries",
-              {"D", "KV_HEADS", "GROUP", "PAGE_SIZE", "PAGE_HEADS", "CACHE", "CHANNELS", "BLOCK", "TILE", "PROBES"}}}) {
+              {"D", "KV_HEADS", "GROUP", "PAGE_SIZE", "PAGE_HEADS", "CACHE", "CHANNELS", "BLOCK", "TILE"}}}) {
         for (std::string const constant : constants) {
             for (auto const* value : {"", "0", "-1", "None", "1.0", "2147483648", "99999999999999999999", " 4"}) {
                 auto bundle = whole();
@@ -153,16 +153,13 @@ TEST(bundle, whose_kernels_differ_in_the_model_is_refused) {
                 std::find_if(list.begin(), list.end(), [&](auto const& each) { return each.first == constant; }));
             CHECK_REFUSED(lacking, constant);
             bool const of_model = constant != "BLOCK" && constant != "TILE" && constant != "SPLITS" &&
-                                  constant != "COLUMNS" && constant != "PROBES";
+                                  constant != "COLUMNS";
             auto other = whole();
             other.find("86", kernel).constant(constant) = constant == "CACHE" ? "int8" : "3";
             if (of_model && constant != "GROUP") CHECK(!refusal_of(other.bytes()).empty());
         }
     }
     auto bundle = whole();
-    bundle.find("80", "score_entries").constant("PROBES") = "True";
-    CHECK_REFUSED(bundle, "probes");
-    bundle = whole();
     bundle.find("80", "score_entries").constant("GROUP") = "2";
     CHECK_REFUSED(bundle, "query_heads");
 }
