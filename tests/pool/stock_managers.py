@@ -119,7 +119,7 @@ class KVCacheManager:
             self.blocks_manager.allocate(sequence)
 
     def step(self, finished: list[bool]) -> None:
-        """A block for the next token where the last one is full; those that end give theirs back, the others move up."""
+        """A block for the next token where the last one is full; who ends gives all back, and the others move up."""
         for sequence in self.sequences:
             row = sequence.get_batch_idx()
             full = self.lens[row] % self.max_token_num % self.tokens_per_block == 0

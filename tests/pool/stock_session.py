@@ -55,28 +55,28 @@ class StockSession:
         ]
         self.pool = pool_class(self.memories, self.mapping, self.pools._kv_cache_managers, **options)
 
-    def rows(self, table: Tensor, row: int, layer: int, first: int, count: int) -> tuple[int, Tensor, Tensor, Tensor]:
-        """(pool, page of K, page of V, place in the page) of rows of a layer, by the block table [pools, B, 1, 2, W]."""
-        pool, place = self.mapping[layer].tolist()
-        slots = torch.arange(first, first + count)
-        tokens = self.memories[pool].shape[4]
-        pages = table[pool, row, 0, :, slots // tokens].long() + 2 * place
-        return pool, pages[0], pages[1], slots % tokens
+    def table(self) -> Tensor:
+        """[pools, B, 1, 2, W] as the engine is given it."""
+        return self.pools.get_block_offsets(1)
 
-    def write(self, row: int, layer: int, first: int, k: Tensor, v: Tensor) -> None:
+    def write(self, table: Tensor, row: int, layer: int, first: int, k: Tensor, v: Tensor) -> None:
         """Rows [Hkv, n, D] from row `first` of a layer on."""
-        table = self.pools.get_block_offsets(1)
-        pool, key_page, value_page, place = self.rows(table, row, layer, first, k.shape[1])
-        flat = self.memories[pool].flatten(0, 2)  # [pages, Hkv, tokens, D]
-        flat[key_page, :, place] = k.transpose(0, 1)
-        flat[value_page, :, place] = v.transpose(0, 1)
+        flat, pages, place = self._located(table, row, layer, first, k.shape[1])
+        for page, rows in zip(pages, (k, v), strict=True):
+            flat[page, :, place] = rows.transpose(0, 1)
 
-    def read(self, row: int, layer: int, count: int) -> tuple[Tensor, Tensor]:
+    def read(self, table: Tensor, row: int, layer: int, count: int) -> tuple[Tensor, Tensor]:
         """(k, v) [Hkv, count, D] as they lie in memory."""
-        table = self.pools.get_block_offsets(1)
-        pool, key_page, value_page, place = self.rows(table, row, layer, 0, count)
-        flat = self.memories[pool].flatten(0, 2)
-        return flat[key_page, :, place].transpose(0, 1), flat[value_page, :, place].transpose(0, 1)
+        flat, pages, place = self._located(table, row, layer, 0, count)
+        k, v = (flat[page, :, place].transpose(0, 1) for page in pages)
+        return k, v
+
+    def _located(self, table: Tensor, row: int, layer: int, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Pages [pages, Hkv, tokens, D] of a layer's pool; those of K and V, [2, count], and the rows in them."""
+        pool, layer_in_pool = self.mapping[layer].tolist()
+        flat, rows = self.memories[pool].flatten(0, 2), torch.arange(first, first + count)
+        pages = table[pool, row, 0, :, rows // flat.shape[2]].long() + 2 * layer_in_pool
+        return flat, pages, rows % flat.shape[2]
 
     def step(self) -> None:
         """What comes between two runs of the engine: a place for the next token of every row."""
