@@ -49,7 +49,7 @@ class SameStatistics:
         ("snapkv", SHARED, {}),
         ("h2o", SHARED, {}),
         ("rkv", APART, {}),
-        ("pyramidkv", APART, {"regime": "prefill"}),
+        ("pyramidkv", APART, {"regime": "prefill", "budget": "0.6"}),
     ],
 )
 def test_the_same_rows_stay(
