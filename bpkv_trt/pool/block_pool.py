@@ -78,13 +78,8 @@ class BlockPool:
         self.kv_heads, self.page_size, self.head_dim = shapes.pop()
         self.layers, self.poison = layer_mapping.shape[0], poison
         self._place: list[tuple[int, int]] = [(pool, place) for pool, place in layer_mapping.tolist()]
-        self._parts = []
-        for rows, manager, held in zip(memories, managers, layers, strict=True):
-            scale = None if scales is None else [scales[layer] for layer in held]
-            memory, table = BlockMemory(rows, dtype or rows.dtype, scale), BlockTable(manager)
-            _expect_same(memory, manager)
-            by_kernels = kernels or (kernels is None and rows.is_cuda)
-            self._parts.append(_Part(memory, table, held, _caches(memory) if by_kernels else None))
+        given = zip(memories, managers, layers, strict=True)
+        self._parts = [_part(*each, dtype or memories[0].dtype, scales, kernels) for each in given]
         shape = [(part.memory.layers, self.kv_heads) for part in self._parts]
         admitted = self._parts[0].table.sequences
         self._positions = {sequence: RowPositions.empty(shape, self.device) for sequence in admitted}
@@ -270,13 +265,21 @@ def _layers_of(mapping: Tensor, sizes: Sequence[int]) -> list[list[int]]:
     return [[given[pool, place] for place in range(size)] for pool, size in enumerate(sizes)]
 
 
-def _expect_same(memory: BlockMemory, manager: KVCacheManager) -> None:
+def _part(
+    rows: Tensor,
+    manager: KVCacheManager,
+    layers: list[int],
+    dtype: torch.dtype,
+    scales: Sequence[float] | None,
+    kernels: bool | None,
+) -> _Part:
     blocks = manager.blocks_manager
     managed = blocks.num_blocks, blocks.num_layers, manager.tokens_per_block
-    if managed != (memory.blocks, memory.layers, memory.tokens_per_block):
-        raise ValueError(
-            f"a manager has (blocks, layers, tokens per block) {managed} of a pool of shape {tuple(memory.rows.shape)}."
-        )
+    if managed != (rows.shape[0], rows.shape[1], rows.shape[4]):
+        raise ValueError(f"a manager has (blocks, layers, tokens per block) {managed} of a pool {tuple(rows.shape)}.")
+    memory = BlockMemory(rows, dtype, None if scales is None else [scales[layer] for layer in layers])
+    by_kernels = rows.is_cuda if kernels is None else kernels
+    return _Part(memory, BlockTable(manager), layers, _caches(memory) if by_kernels else None)
 
 
 def _caches(memory: BlockMemory) -> "BlockCaches":

@@ -51,8 +51,8 @@ class BlockTable:
         return _numbers(self.manager.blocks_manager.free_blocks)
 
     def reserved(self, sequence: int) -> int:
-        """Rows for which the sequence has blocks: after the manager's step, one more than are written."""
-        return self.manager.lens[self._owner(sequence).get_batch_idx()]
+        """Rows that have a place in the sequence's blocks: after the manager's step, the next token's among them."""
+        return min(self._length(sequence), len(self._list(sequence)) * self.manager.tokens_per_block)
 
     def truncate(self, sequence: int, rows: int) -> int:
         """Give back every block past those of `rows` rows and the next token's; returns how many.
@@ -101,13 +101,16 @@ class BlockTable:
         assert len(self.manager.lens) == len(self.manager.sequences), "a sequence has no length"
         for sequence in self.sequences:
             held = len(self._list(sequence))
-            assert held == pages_of(self.reserved(sequence), rows), "the blocks are not those that the length fills"
+            assert held == pages_of(self._length(sequence), rows), "the blocks are not those that the length fills"
 
     def _owner(self, sequence: int) -> GenerationSequence:
         for owner in self.manager.sequences:
             if owner.get_seq_idx() == sequence:
                 return owner
         raise KeyError(sequence)
+
+    def _length(self, sequence: int) -> int:
+        return self.manager.lens[self._owner(sequence).get_batch_idx()]
 
     def _list(self, sequence: int) -> list[Block]:
         return self.manager.blocks_manager.allocated_blocks[self._owner(sequence)][0]

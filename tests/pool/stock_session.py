@@ -85,3 +85,8 @@ class StockSession:
 
     def lens(self, pool: int) -> list[int]:
         return self.pools._kv_cache_managers[pool].lens
+
+    def blocks(self, sequence: int, pool: int = 0) -> list[int]:
+        manager = self.pools._kv_cache_managers[pool]
+        [owner] = [each for each in manager.sequences if each.seq_idx == sequence]
+        return [block.idx for block in manager.blocks_manager.allocated_blocks[owner][0]]

@@ -154,7 +154,7 @@ def test_only_what_lies_in_live_blocks_is_read() -> None:
     before = read()
     memory[[block.idx for block in manager.blocks_manager.free_blocks]] = torch.nan
     assert all(map(torch.equal, read(), before)), "a freed block is read"
-    [first, _] = session.pool._parts[0].table.blocks(0).tolist()
+    [first, _] = session.blocks(0)
     memory[first] = torch.nan
     assert all(
         rows[:TOKENS].isnan().all() and torch.equal(rows[TOKENS:], was[TOKENS:])
@@ -164,9 +164,9 @@ def test_only_what_lies_in_live_blocks_is_read() -> None:
 
 def test_rows_that_go_are_poisoned() -> None:
     session = encoded([15, 11])
-    freed = session.pool._parts[0].table.blocks(0)[2:]
+    freed = session.blocks(0)[2:]
     session.pool.apply(keep(session.pool, 0, [[5] * HEADS] * LAYERS))
-    assert bool(session.memories[0][freed.tolist()].isnan().all())
+    assert bool(session.memories[0][freed].isnan().all())
     session.pool.check_integrity()
     session.memories[0][freed[0], 1, 0, 1, 2] = 0.0
     with pytest.raises(AssertionError, match="where no sequence holds one"):

@@ -133,11 +133,8 @@ class BlockMachine(RuleBasedStateMachine):
         return [layer for layer, (each, _) in enumerate(self.session.mapping.tolist()) if each == pool]
 
     def blocks(self, sequence: int) -> list[int]:
-        managers = self.session.pools._kv_cache_managers
-        owners = [next(each for each in manager.sequences if each.seq_idx == sequence) for manager in managers]
-        return [
-            manager.blocks_manager.get_number_blocks(owner) for manager, owner in zip(managers, owners, strict=True)
-        ]
+        """How many, by pool."""
+        return [len(self.session.blocks(sequence, pool)) for pool in range(len(self.session.memories))]
 
     @invariant()
     def bookkeeping_is_sound(self) -> None:
