@@ -44,17 +44,16 @@ class BlockMachine(RuleBasedStateMachine):
             contexts, NEW, mapping, pool_class=self.pool_class, poison=True, **self.options
         )
         self.pool, self.numbers = self.session.pool, 0
-        empty = {(layer, head): [] for layer in range(LAYERS) for head in range(HEADS)}
         self.rows: dict[int, dict[tuple[int, int], list[tuple[int, int, int]]]] = {  # (position, key, value)
-            sequence: {head: [] for head in empty} for sequence in range(len(contexts))
+            sequence: {head: [] for head in product(range(LAYERS), range(HEADS))} for sequence in range(len(contexts))
         }
         self.logical = dict.fromkeys(self.rows, 0)
-        pools = range(len(self.session.memories))
-        self.lens = {sequence: [max(contexts)] * len(pools) for sequence in self.rows}
+        # Places beyond the next token's: what the longest prompt needs, and one a step where no token comes any more.
+        self.spare = {sequence: max(contexts) - count for sequence, count in enumerate(contexts)}
         self.finished: set[int] = set()
         for sequence, count in enumerate(contexts):
             self.run(sequence, count)
-        self.step()
+        self.session.step()
 
     def run(self, sequence: int, count: int) -> None:
         """The engine writes a sequence's next rows, and the pool is told."""
@@ -70,17 +69,18 @@ class BlockMachine(RuleBasedStateMachine):
         self.logical[sequence] += count
         self.pool.extend(sequence, count)
 
-    def step(self) -> None:
-        self.session.step()
-        self.lens = {sequence: [length + 1 for length in lens] for sequence, lens in self.lens.items()}
+    def run_all(self) -> None:
+        for sequence in self.rows:
+            if sequence in self.finished:
+                self.spare[sequence] += 1
+            else:
+                self.run(sequence, 1)
 
     @precondition(lambda self: self.session.steps < NEW and self.rows)
     @rule()
     def decode(self) -> None:
-        for sequence in self.rows:
-            if sequence not in self.finished:  # one that is has its last row written again, by the same number
-                self.run(sequence, 1)
-        self.step()
+        self.run_all()
+        self.session.step()
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
@@ -102,7 +102,7 @@ class BlockMachine(RuleBasedStateMachine):
                 rows[layer, head] = [rows[layer, head][row] for row in stay]
         held, bytes_held = self.blocks(sequence), self.pool.bytes_of(sequence)
         freed = self.pool.apply(CompactionPlan.from_eviction(self.pool.view(sequence), evict))
-        self.lens[sequence] = [count + 1 for count in kept]
+        self.spare[sequence] = 0
         needed = [-(-(count + 1) // TOKENS) for count in kept]
         assert self.blocks(sequence) == needed
         assert freed == sum(held) - sum(needed)
@@ -115,16 +115,13 @@ class BlockMachine(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         """A row ends before the others, which move up in the batch. (TensorRT-LLM's managers cannot with two pools.)"""
         sequence = data.draw(st.sampled_from(sorted(self.rows)))
-        for other in self.rows:
-            if other not in self.finished:
-                self.run(other, 1)
+        self.run_all()
         self.session.pools.step([each == sequence for each in self.rows_of_batch()])
         self.session.steps += 1
         self.pool.release(sequence)
-        for record in (self.rows, self.logical, self.lens):
+        for record in (self.rows, self.logical, self.spare):
             del record[sequence]
         self.finished.discard(sequence)
-        self.lens = {each: [length + 1 for length in lens] for each, lens in self.lens.items()}
 
     def rows_of_batch(self) -> list[int]:
         return [sequence.seq_idx for sequence in self.session.pools._kv_cache_managers[0].sequences]
@@ -141,16 +138,14 @@ class BlockMachine(RuleBasedStateMachine):
         self.pool.check_integrity()
         assert self.pool.sequences == tuple(self.rows)
         for pool, manager in enumerate(self.session.pools._kv_cache_managers):
-            assert manager.lens == [self.lens[sequence.seq_idx][pool] for sequence in manager.sequences]
+            first = self.layers_of(pool)[0]
+            rows = {sequence: len(self.rows[sequence][first, 0]) for sequence in self.rows}
+            assert manager.lens == [rows[sequence] + 1 + self.spare[sequence] for sequence in self.rows_of_batch()]
             live = sum(-(-length // TOKENS) for length in manager.lens)
             blocks = [*manager.blocks_manager.free_blocks]
             blocks += [block for (each,) in manager.blocks_manager.allocated_blocks.values() for block in each]
             assert len(manager.blocks_manager.free_blocks) + live == manager.blocks_manager.num_blocks
             assert sorted(block.idx for block in blocks) == list(range(manager.blocks_manager.num_blocks))
-        for sequence, rows in self.rows.items():
-            for layer, (pool, _) in enumerate(self.session.mapping.tolist()):
-                # A row that was compacted has exactly the next token's place; else what the longest prompt has.
-                assert self.lens[sequence][pool] >= len(rows[layer, 0]) + 1
 
     @invariant()
     def block_table_is_the_managers_own(self) -> None:
