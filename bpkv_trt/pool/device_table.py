@@ -6,23 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bpkv_trt.errors import ConfigError
+from bpkv_trt.pool.kernel_access import PagedCache, compact, readable_type
 from bpkv_trt.pool.storage import RowStorage
 from bpkv_trt.pool.table import PageTable
-
-try:
-    import triton
-
-    from bpkv_trt.kernels.compact import compact
-    from bpkv_trt.kernels.configuration import LARGEST_HEAD
-    from bpkv_trt.kernels.paged import ROW_BYTES, CacheType, PagedCache
-except ModuleNotFoundError as error:
-    if error.name != "triton":
-        raise
-    raise ConfigError(
-        "The KV pool is on a GPU, where its kernels need Triton, which is not installed. "
-        "pip install 'bpkv-trt[kernels]', or run on the CPU with --device cpu."
-    ) from None
 
 
 class DeviceTable:
@@ -31,26 +17,7 @@ class DeviceTable:
     def __init__(self, table: PageTable, storage: RowStorage) -> None:
         """Raises ConfigError for rows that kernels cannot read, and where there is nothing to run them."""
         self.table, self.storage = table, storage
-        if not (storage.keys.is_cuda or triton.knobs.runtime.interpret):
-            raise ConfigError(
-                f"The KV pool is on {self.device}, where kernels need Triton's interpreter. Set TRITON_INTERPRET=1 "
-                "before Python starts, or leave kernels out."
-            )
-        try:
-            self.type = CacheType.of(storage.keys.dtype)
-        except TypeError as error:
-            raise ConfigError(f"The KV pool's {error} Choose one of these, or leave kernels out.") from None
-        head_dim, row_bytes = storage.keys.shape[2], storage.keys[0, 0].nbytes
-        if head_dim > LARGEST_HEAD:
-            raise ConfigError(
-                f"The head size of this model's cache is {head_dim}; kernels are compiled for at most {LARGEST_HEAD}. "
-                "Run on the CPU: --device cpu."
-            )
-        if row_bytes % ROW_BYTES:
-            raise ConfigError(
-                f"A row of this model's cache is {row_bytes} bytes (head size {head_dim}, "
-                f"{storage.keys.dtype}); kernels read rows of multiples of {ROW_BYTES}. Run on the CPU: --device cpu."
-            )
+        self.type = readable_type(storage.keys.dtype, storage.keys.shape[2], self.device)
         starts = [storage.keys.data_ptr(), storage.values.data_ptr()]
         self.addresses = torch.tensor(starts, dtype=torch.int64, device=self.device)
         self._known = table.pages.copy()  # what the device has

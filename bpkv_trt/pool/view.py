@@ -9,16 +9,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bpkv_trt.pool.rows import KeyValue, LayerRows
+from bpkv_trt.pool.rows import KeyValue
 
 if TYPE_CHECKING:  # Triton is optional
     from bpkv_trt.kernels.paged import PagedCache
 
 
+class HeadRows(Protocol):
+    """The rows of one layer of a sequence, whatever the pool's layout."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Rows per head."""
+
+    def head(self, head: int) -> KeyValue:
+        """(k, v) [n, D] of one head."""
+
+
 class RowStore(Protocol):
     """A pool that a view can read."""
 
-    def heads(self, sequence: int, layer: int) -> LayerRows: ...
+    def heads(self, sequence: int, layer: int) -> HeadRows: ...
 
     def positions(self, sequence: int, layer: int, head: int) -> Tensor: ...
 
@@ -79,7 +90,7 @@ class SequenceView:
             table[layer, head, : self.lengths[layer, head]] = self.positions(layer, head)
         return table
 
-    def _rows(self, layer: int, head: int) -> LayerRows:
+    def _rows(self, layer: int, head: int) -> HeadRows:
         rows = self.store.heads(self.sequence, layer)
         assert rows.lengths[head] == self.lengths[layer, head], "the sequence changed under this view"
         return rows
