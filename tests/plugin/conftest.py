@@ -69,9 +69,11 @@ def native_build(made_once: Callable[..., Path], build_environment: dict[str, st
     """The C++ tests, the host and the stand-in driver, with sanitizers or without."""
 
     def build(name: str, sanitizers: str) -> Path:
+        kind = "Debug" if sanitizers else "Release"
         script = (
             "options=$(bash build_scripts/build_plugin.sh --cmake-options) && "
-            f"cmake -S plugins -B {{folder}} -DBPKV_TESTS=ON -DBPKV_SANITIZE={sanitizers} $options && "
+            f"cmake -S plugins -B {{folder}} -DBPKV_TESTS=ON -DBPKV_SANITIZE={sanitizers} "
+            f"-DCMAKE_BUILD_TYPE={kind} $options && "
             "cmake --build {folder} --parallel 2"
         )
         return made_once(f"native-{name}", "bash", "-c", script, environment=build_environment)
