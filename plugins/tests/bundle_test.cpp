@@ -59,6 +59,12 @@ TEST(bundle, is_read_back_as_it_was_written) {
     CHECK_EQUAL(target.get(ScoreKernel::combined_log_sum_exp, 0).columns, 32);
 }
 
+TEST(bundle, may_have_other_constants_such_as_those_of_another_readout) {
+    auto made = whole();
+    for (auto& record : made.records) record.constant("PROBES") = "True";
+    CHECK_EQUAL(refusal_of(made.bytes()), "");
+}
+
 TEST(bundle, cut_off_anywhere_or_with_a_tail_is_refused) {
     auto const bytes = bundle_for(small_fields(), {"80"}).bytes();
     CHECK(refusal_of(bytes).empty());
