@@ -29,6 +29,7 @@ from bpkv_trt.kernels.launch import Launch
 
 TARGETS = {"80": 80, "86": 86, "89": 89, "90a": 90, "100a": 100, "120a": 120}  # by Triton's compute capability
 ALIGNMENT = 16  # bytes, of every tensor; without it rows are loaded element by element
+UNALIGNED = ("key_pages", "value_pages")  # parts of tables, which begin anywhere in them
 SCHEMA_VERSION = 1
 _TYPES = {
     torch.float32: "fp32",
@@ -90,7 +91,7 @@ class Variant:
 
     def key(self, target: str) -> str:
         """Equal where the cubins are: by Triton, the kernel's source and all it calls, and everything set here."""
-        made_from = [triton.__version__, *_sources(self._function()), target, repr(self)]
+        made_from = [triton.__version__, *_sources(self._function()), target, repr(self), *self._aligned()]
         return hashlib.sha256("\n".join(made_from).encode()).hexdigest()
 
     def compile(self, target: str) -> CompiledKernel:
@@ -102,12 +103,13 @@ class Variant:
             fn=function,
             signature=signature,
             constexprs={places[name]: value for name, value in constants.items()},
-            attrs={
-                places[name]: [["tt.divisibility", ALIGNMENT]] for name, kind in types.items() if kind.startswith("*")
-            },
+            attrs={places[name]: [["tt.divisibility", ALIGNMENT]] for name in self._aligned()},
         )
         options = {"num_warps": self.warps, "num_stages": self.stages}
         return triton.compile(source, target=GPUTarget("cuda", TARGETS[target], 32), options=options)
+
+    def _aligned(self) -> list[str]:
+        return [name for name, kind in self.arguments if kind.startswith("*") and name not in UNALIGNED]
 
     def _function(self) -> JITFunction:
         module, _, name = self.kernel.partition(":")
@@ -164,6 +166,7 @@ def compile_all(
         "schema_version": SCHEMA_VERSION,
         "triton": triton.__version__,
         "alignment": ALIGNMENT,
+        "unaligned": UNALIGNED,
         "configuration": configuration,
         "cubins": [asdict(done[file]) for file in wanted],
     }
