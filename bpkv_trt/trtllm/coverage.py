@@ -8,7 +8,6 @@ from tensorrt_llm.layers import Attention
 from bpkv_trt.errors import ConfigError
 
 WITHOUT = "or build the engine without --plugin bpkv"
-DRAFTS = "draft tokens"
 # Attributes of a checkpoint's configuration that change what its logits are; no covered architecture sets them.
 HEAD_TERMS = ("output_multiplier_scale", "mup_width_multiplier")
 
@@ -82,7 +81,7 @@ def check_inputs(given: Mapping[str, Any], table_rows: int) -> None:
         )
     if given.get("max_draft_len", 0) or given.get("speculative_decoding_draft_tokens_external", False):
         raise ConfigError(
-            f"The engine takes {DRAFTS} (speculative decoding, Medusa, ReDrafter), and a step of the answer is one "
+            "The engine takes draft tokens (speculative decoding, Medusa, ReDrafter), and a step of the answer is one "
             f"token of each sequence. Leave them out, {WITHOUT}."
         )
     if given["max_seq_len"] > table_rows:

@@ -3,7 +3,9 @@
 Written from what is known of 1.x; it decides nothing about names and arguments, which the contract does.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +18,7 @@ from bpkv_trt.trtllm.graph import Graph, Value
 from bpkv_trt.trtllm.plugin_library import NAME, NAMESPACE, VERSION
 from tests.trtllm.checked_tensorrt import Description
 from tests.trtllm.contract.fakes import Fakes, Implementation, implementations_of
-from tests.trtllm.network_walk import NetworkWalk
+from tests.trtllm.network_walk import Feed, NetworkWalk
 from tests.trtllm.opaque_layers import Creator, OpaqueLayers, PluginModule, PluginNetwork
 from tests.trtllm.paged_memory import PagedMemory
 
@@ -31,13 +33,32 @@ ATTENTION_TENSORS = (
 )
 
 
+@dataclass
+class Exchange:
+    """A collective: what this rank sends, in which type, and the input by which its result is given."""
+
+    kind: str
+    sent: Any
+    dtype: str
+    received: str
+
+
 class Stock:
-    """One network under construction, and the package `fakes` that builds it from a transformers model."""
+    """One network under construction, and the package `fakes` that builds it from a transformers model.
+
+    Of several ranks, each has its share of the attention's heads and of the head's rows; MLPs are whole on each.
+    """
 
     def __init__(
-        self, trt: ModuleType, described: Description, model: PreTrainedModel, memory: PagedMemory, ranks: int = 1
+        self,
+        trt: ModuleType,
+        described: Description,
+        model: PreTrainedModel,
+        memory: PagedMemory,
+        ranks: int = 1,
+        rank: int = 0,
     ) -> None:
-        self.trt, self.model, self.memory, self.ranks = trt, model, memory, ranks
+        self.trt, self.model, self.memory, self.ranks, self.rank = trt, model, memory, ranks, rank
         self.builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
         self.network = self.builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         self.graph = Graph(self.network, trt)
@@ -45,7 +66,7 @@ class Stock:
         self.checked = PluginNetwork(self.opaque, described)
         self.attention_calls: list[dict[str, Any]] = []
         self.profiles: dict[str, Any] = {}
-        self.sent: list[tuple[str, Any, Any]] = []  # through collectives: which, the tensor, the type it is sent in
+        self.exchanges: list[Exchange] = []
         scores = Creator(self._score_output, memory.score)
         self.tensorrt = PluginModule(trt, described, {(NAME, VERSION, NAMESPACE): scores})
         self.fakes = Fakes(self._implementations(), tensorrt=self.tensorrt)  # type: ignore[arg-type]
@@ -57,15 +78,31 @@ class Stock:
     def dtype(self) -> str:
         return next(name for name, dtype in TYPES.items() if dtype == self.model.dtype)
 
-    def walk(self, feed: Mapping[str, Tensor]) -> NetworkWalk:
+    def walk(self, feed: Feed) -> NetworkWalk:
         return self.opaque.walk(feed)
 
-    def outputs(self, feed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def outputs(self, feed: Feed) -> dict[str, Tensor]:
         walk = self.walk(feed)
-        return {tensor.name: walk[tensor] for tensor in self.outputs_of_network()}
+        return {tensor.name: walk[tensor] for tensor in self.marked()}
 
-    def outputs_of_network(self) -> list[Any]:
+    def marked(self) -> list[Any]:
         return [self.network.get_output(index) for index in range(self.network.num_outputs)]
+
+    def build(self, sizes: Mapping[str, tuple[int, int, int]]) -> bytes | None:
+        """An engine of TensorRT-RTX, or None where it refuses the network.
+
+        sizes: least, usual and largest of the dimensions that are known at run time: of an input, `name` or `name/1`.
+        """
+        config, profile = self.builder.create_builder_config(), self.builder.create_optimization_profile()
+        for tensor in map(self.network.get_input, range(self.network.num_inputs)):
+            known = [
+                (size,) * 3 if size >= 0 else sizes.get(f"{tensor.name}/{axis}", sizes.get(tensor.name))
+                for axis, size in enumerate(tensor.shape)
+            ]
+            profile.set_shape(tensor.name, *zip(*known, strict=True))
+        config.add_optimization_profile(profile)
+        plan = self.builder.build_serialized_network(self.network, config)
+        return None if plan is None else bytes(plan)
 
     def config(self, **changes: Any) -> Any:
         """A checkpoint's configuration, with changes."""
@@ -85,7 +122,7 @@ class Stock:
             "max_position_embeddings": own.max_position_embeddings,
             "position_embedding_type": positions.rope_gpt_neox,  # type: ignore[attr-defined]
             "head_size": own.head_dim,
-            "mapping": mapping(tp_size=self.ranks, world_size=self.ranks),
+            "mapping": mapping(tp_size=self.ranks, world_size=self.ranks, rank=self.rank),
         }
         return names["tensorrt_llm.models.modeling_utils.PretrainedConfig"](**given | changes)
 
@@ -115,12 +152,12 @@ class Stock:
         return self.made(f"tensorrt_llm.layers.linear.{kind}", weight=self.parameter(weight), bias=own)
 
     def attention(self, layer: int) -> Any:
-        """Rank 0's; of several ranks, the first heads."""
         own, config = self.model.model.layers[layer].self_attn, self.model.config
         heads, kv_heads = (count // self.ranks for count in (config.num_attention_heads, config.num_key_value_heads))
         width, names = own.head_dim, self.fakes.classes
         parts = [(own.q_proj, heads), (own.k_proj, kv_heads), (own.v_proj, kv_heads)]
-        biases = [each.bias[: count * width] for each, count in parts if each.bias is not None]
+        own_rows = [self._share(each.weight, count * width) for each, count in parts]
+        biases = [self._share(each.bias, count * width) for each, count in parts if each.bias is not None]
         norms = {"q_layernorm": own.q_norm, "k_layernorm": own.k_norm} if hasattr(own, "q_norm") else {}
         enumeration = "tensorrt_llm.functional."
         return self.made(
@@ -141,13 +178,16 @@ class Stock:
             kv_cache_scaling_factor=None,
             qkv=self.linear(
                 "ColumnLinear",
-                torch.cat([each.weight[: count * width] for each, count in parts]),
+                torch.cat(own_rows),
                 torch.cat(biases) if biases else None,
             ),
-            dense=self.linear("RowLinear", own.o_proj.weight[:, : heads * width], own.o_proj.bias),
+            dense=self.linear("RowLinear", self._share(own.o_proj.weight.T, heads * width).T, own.o_proj.bias),
             qk_layernorm=bool(norms),
             **{name: self.norm(module) for name, module in norms.items()},
         )
+
+    def _share(self, rows: Tensor, count: int) -> Tensor:
+        return rows[self.rank * count : (self.rank + 1) * count]
 
     def _layer(self, kind: str, layer: int) -> Any:
         own = self.model.model.layers[layer]
@@ -173,7 +213,9 @@ class Stock:
         return mlp
 
     def _product(self, x: Value, linear: Any) -> Value:
-        y = x.matmul(self.value(linear.weight.value), transpose=True)
+        return self._biased(x.matmul(self.value(linear.weight.value), transpose=True), linear)
+
+    def _biased(self, y: Value, linear: Any) -> Value:
         return y if linear.bias is None else y + self.value(linear.bias.value).reshape(1, -1)
 
     def _normed(self, x: Value, norm: Any) -> Value:
@@ -262,7 +304,7 @@ class Stock:
             self_.transformer = self.made(f"{dotted}Model", layers=listed, ln_f=self.norm(own.norm))
             self_.transformer.vocab_embedding = lambda ids: self.value(embedding.value).gather(self.value(ids))
             head = self.model.lm_head.weight
-            self_.lm_head = self.linear("ColumnLinear", head[: len(head) // self.ranks])
+            self_.lm_head = self.linear("ColumnLinear", self._share(head, len(head) // self.ranks))
             inverse, table = rope_tables(self.model)
             self_.rotary_inv_freq = self.parameter(inverse)
             self_.embed_positions_for_gpt_attention = self.parameter(table)
@@ -307,7 +349,7 @@ class Stock:
         passed = ("input_ids", "position_ids", "use_cache", "attention_mask", "kv_cache_params", "attention_params")
         hidden, presents = model.transformer.forward(**{name: arguments[name] for name in passed})
         last = self.value(hidden).gather(self.value(arguments["last_token_ids"]))
-        logits = self._product(last, model.lm_head).cast(self.trt.float32).tensor
+        logits = self._product(last, model.lm_head).cast(self.trt.float32).tensor  # of this rank's rows
         logits.name = "logits"
         self.network.mark_output(logits)
         return logits
@@ -372,7 +414,9 @@ class Stock:
             rotary_cos_sin=params.embed_positions_for_gpt_attention,
             kv_cache_block_offsets=cache.kv_cache_block_offsets,
         )
-        return self.tensor(self._product(self.value(context), attention.dense)), present
+        own = self.value(context).matmul(self.value(attention.dense.weight.value), transpose=True)
+        output = own if self.ranks == 1 else self.value(self._exchanged("sum", own.tensor, own.shape))
+        return self.tensor(self._biased(output, attention.dense)), present
 
     def _gpt_attention(self, /, **arguments: Any) -> Any:
         self.attention_calls.append(arguments)
@@ -387,20 +431,35 @@ class Stock:
         return self.tensor(self.graph.value(layer.get_output(0))), None
 
     def _allgather(self, tensor: Any, group: Any, gather_dim: Any) -> Any:
-        own = tensor.trt_tensor
-        self.sent.append(("allgather", own, self.plugin_config.nccl_plugin))
         assert gather_dim == -1 and list(group) == list(range(self.ranks))
-        received = self.network.add_input("received", own.dtype, (*own.shape[:-1], self.ranks * own.shape[-1]))
-        return self.tensor(self.graph.value(received))
+        shape = tensor.trt_tensor.shape
+        return self._exchanged("allgather", tensor.trt_tensor, (*shape[:-1], self.ranks * shape[-1]))
 
     def _allreduce(self, tensor: Any, group: Any, all_reduce_params: Any) -> Any:
-        own = tensor.trt_tensor
-        self.sent.append(("allreduce", own, self.plugin_config.nccl_plugin))
         assert all_reduce_params.strategy.name == "NCCL" and list(group) == list(range(self.ranks))
-        return self.tensor(self.graph.value(self.network.add_input("reduced", own.dtype, tuple(own.shape))))
+        return self._exchanged("allreduce", tensor.trt_tensor, tensor.trt_tensor.shape)
+
+    def _exchanged(self, kind: str, sent: Any, shape: Any) -> Any:
+        exchange = Exchange(kind, sent, self.plugin_config.nccl_plugin, f"received_{len(self.exchanges)}")
+        self.exchanges.append(exchange)
+        return self.tensor(self.graph.value(self.network.add_input(exchange.received, sent.dtype, tuple(shape))))
 
     def _score_output(self, fields: Mapping[str, Any], inputs: Any) -> tuple[Any, tuple[int, ...]]:
         return self.trt.float32, (-1, int(fields["kv_heads"][0]), -1)
+
+
+def connected_outputs(stocks: Sequence[Stock], feeds: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Those of all ranks, which exchange what they send."""
+    walks: list[NetworkWalk] = []
+
+    def received(index: int) -> Tensor:
+        sent = [walk[stock.exchanges[index].sent] for walk, stock in zip(walks, stocks, strict=True)]
+        return torch.cat(sent, -1) if stocks[0].exchanges[index].kind == "allgather" else torch.stack(sent).sum(0)
+
+    for stock, feed in zip(stocks, feeds, strict=True):
+        given = {each.received: partial(received, index) for index, each in enumerate(stock.exchanges)}
+        walks.append(stock.walk(dict(feed) | given))
+    return [{tensor.name: walk[tensor] for tensor in stock.marked()} for walk, stock in zip(walks, stocks, strict=True)]
 
 
 class _Net:

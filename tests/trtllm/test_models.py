@@ -22,9 +22,10 @@ from bpkv_trt.runtime.step import Chunk
 from bpkv_trt.runtime.torch_host import TorchHost
 from bpkv_trt.trtllm.score_kernels import ScoreKernels
 from bpkv_trt.trtllm.settings import VARIABLE, EngineSettings, for_engine
-from tests.runtime.random_models import model_with
+from tests.models.small_models import configurations
+from tests.runtime.random_models import peaked
 from tests.trtllm.paged_memory import PagedMemory
-from tests.trtllm.stock import Stock
+from tests.trtllm.stock import Stock, connected_outputs
 
 MODULES = [
     f"bpkv_trt.trtllm.{name}" for name in ("models", "scored_network", "attention_tap", "collectives", "coverage")
@@ -36,19 +37,21 @@ SHA256 = "0f" * 32
 
 
 @cache
-def model(name):
-    return model_with(name, layers=2, head_dim=16)  # the least that kernels take
+def model(name, dtype=torch.float32):
+    config = configurations()[name]
+    config.head_dim = 16  # the least that kernels take
+    return peaked(name, config, dtype)
 
 
 class Built:
     """The network of a model, built by its class of the package."""
 
-    def __init__(self, trt, tensorrt_10, name, *, ranks=1, settings=None, **changes):
-        self.loaded = model(name)
+    def __init__(self, trt, tensorrt_10, name, *, ranks=1, rank=0, dtype=torch.float32, settings=None, **changes):
+        self.loaded = model(name, dtype)
         traits = self.loaded.traits
         blocks = sum(-(-(len(prompt) + 4) // PAGE) for prompt in PROMPTS)
-        self.memory = PagedMemory(blocks, traits.layers, traits.kv_heads, PAGE, traits.head_dim, torch.float32)
-        self.stock = Stock(trt, tensorrt_10, self.loaded.model, self.memory, ranks)
+        self.memory = PagedMemory(blocks, traits.layers, traits.kv_heads // ranks, PAGE, traits.head_dim, dtype)
+        self.stock = Stock(trt, tensorrt_10, self.loaded.model, self.memory, ranks, rank)
         self.settings = engine_settings() if settings is None else settings
         self.changes = changes
 
@@ -152,22 +155,28 @@ def expected(host, sequence, count):
     return replay, top, scores
 
 
-def check(outputs, host, sequences, offsets):
-    """Every output of the network is what the host and the core say."""
+def check(outputs, host, sequences, offsets, ranks=1, rank=0):
+    """Every output of the network is what the host and the core say; of several ranks, of this one's heads."""
+    heads, kv_heads = host.traits.query_heads // ranks, host.traits.kv_heads // ranks
+    own_heads = slice(rank * heads, (rank + 1) * heads)
     for index, sequence in enumerate(sequences):
         span = slice(offsets[index], offsets[index + 1])
         replay, top, scores = expected(host, sequence, span.stop - span.start)
         for layer in range(host.traits.layers):
-            close(outputs[f"bpkv_q_{layer}"][span], replay.q[layer])
-            close(outputs[f"bpkv_context_{layer}"][span], replay.context[layer])
+            close(outputs[f"bpkv_q_{layer}"][span], replay.q[layer][:, own_heads])
+            close(outputs[f"bpkv_context_{layer}"][span], replay.context[layer][:, own_heads])
         close(outputs["bpkv_residual"][span], replay.residual)
         assert outputs["bpkv_topk_ids"][span].tolist() == top.ids.tolist()
         close(outputs["bpkv_topk_p"][span], top.p)
         close(outputs["bpkv_covered_mass"][span], top.covered_mass)
-        for (layer, head), (own, allowed) in scores.items():
-            got = outputs[f"bpkv_scores_{layer}"][index, head]
-            assert ((got[: len(own)] - own).abs() <= allowed).all() and (own > 0).all()
-            assert (got[len(own) :] == 0).all()
+        for layer in range(host.traits.layers):
+            for head in range(kv_heads):
+                (own, allowed), got = (
+                    scores[layer, rank * kv_heads + head],
+                    outputs[f"bpkv_scores_{layer}"][index, head],
+                )
+                assert ((got[: len(own)] - own).abs() <= allowed).all() and (own > 0).all()
+                assert (got[len(own) :] == 0).all()
 
 
 def close(given, truth):
@@ -299,20 +308,44 @@ def test_a_quantised_cache_gives_its_factor_to_the_plugin(trt, tensorrt_10, monk
             importlib.import_module(MODULES[1]).cache_scale(1, SimpleNamespace(kv_cache_scaling_factor=without))
 
 
+@pytest.mark.parametrize("name", ["llama_bias_rope", "qwen3"])
+def test_every_rank_scores_its_own_heads(trt, tensorrt_10, monkeypatch, name):
+    ranks = [Built(trt, tensorrt_10, name, ranks=2, rank=rank).build(monkeypatch) for rank in range(2)]
+    table = ranks[0].tables()
+    outputs = connected_outputs([built.stock for built in ranks], [prefill(built, table) for built in ranks])
+    host, sequences, logits = hosted(ranks[0])
+    close(torch.cat([each["logits"] for each in outputs], -1), logits)
+    for rank, own in enumerate(outputs):
+        check(own, host, sequences, [0, POSITIONS, 2 * POSITIONS], 2, rank)
+
+
 def test_ranks_exchange_fp32_whatever_the_engines_type(trt, tensorrt_10, monkeypatch):
     """TensorRT-LLM casts to the type of its NCCL plugin before it sends: bf16 would round the ids of tokens."""
     built = Built(trt, tensorrt_10, "llama", ranks=2)
     built.stock.plugin_config.nccl_plugin = "bfloat16"
     built.build(monkeypatch)
-    sent = [(kind, tuple(tensor.shape), dtype) for kind, tensor, dtype in built.stock.sent]
+    sent = [(each.kind, tuple(each.sent.shape), each.dtype) for each in built.stock.exchanges if each.kind != "sum"]
     assert sent == [("allgather", (-1, 2 * K + 1), "float32"), ("allreduce", (-1, K, 32), "float32")]
     assert built.stock.plugin_config.nccl_plugin == "bfloat16"
+
+
+@pytest.mark.parametrize("rows", [0, 6])
+def test_an_engine_of_half_types_builds_for_any_number_of_rows(trt, tensorrt_10, monkeypatch, rows):
+    """TensorRT-RTX checks types and shapes at the usual sizes; plugins' outputs are inputs of it."""
+    built = Built(trt, tensorrt_10, "qwen3", dtype=torch.float16).build(monkeypatch)
+    tokens, batch, usual = (1, 18, 64), (1, 2, 4), (0, rows, 4 * POSITIONS)
+    sizes = {"input_ids": tokens, "position_ids": tokens, "bpkv_score_rows": usual, "bpkv_score_weights": usual}
+    sizes |= dict.fromkeys(("last_token_ids", "sequence_length", "context_lengths", "host_request_types"), batch)
+    sizes |= {"bpkv_score_offsets": (2, 3, 5), "kv_cache_block_offsets/0": (1, 1, 1), "kv_cache_block_offsets/1": batch}
+    sizes |= {"kv_cache_block_offsets/3": (1, 4, 32)}
     for layer in built.stock.opaque.added:
-        if layer.name:
-            assert (layer.plugin.fields["query_heads"][0], layer.plugin.fields["kv_heads"][0]) == (2, 1)
-    shapes = {tensor.name: tuple(tensor.shape) for tensor in built.stock.outputs_of_network()}
-    assert shapes["bpkv_q_1"] == shapes["bpkv_context_1"] == (-1, 2, 16)
-    assert shapes["bpkv_scores_0"][:2] == (-1, 1)
+        scores = {f"{layer.given.name}/0": batch, f"{layer.given.name}/2": (0, 16 if rows else 0, 128)}
+        sizes |= scores if layer.name else {layer.given.name: tokens}
+    engine = built.stock.build(sizes)
+    assert engine is not None
+    assert all(tensor.name.encode() in engine for tensor in built.stock.marked())
+    halves = {tensor.name for tensor in built.stock.marked() if tensor.dtype == trt.float16}
+    assert halves == {"bpkv_residual"} | {f"bpkv_{name}_{layer}" for name in ("q", "context") for layer in range(2)}
 
 
 def test_only_the_names_known_of_1_x_are_relied_on(trt, tensorrt_10, monkeypatch):
