@@ -13,7 +13,6 @@ from enum import Enum
 from importlib.machinery import SourceFileLoader
 from multiprocessing import get_context
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from tests.trtllm.contract.entries import read
@@ -189,7 +188,7 @@ class Engine:
         (folder / f"rank{self._rank}.engine").write_text(json.dumps(self._content))
 
 
-def stock_fakes(tensorrt: ModuleType | None = None) -> Fakes:
+def stock_fakes() -> Fakes:
     """TensorRT-LLM with this command in it."""
     commands = (parse_arguments, main, parallel_build, build_and_save, build_model)
     classes: dict[str, type] = {
@@ -202,7 +201,7 @@ def stock_fakes(tensorrt: ModuleType | None = None) -> Fakes:
     given: dict[str, Any] = {f"{COMMAND}.{each.__name__}": each for each in commands}
     for name, kind in classes.items():
         given |= implementations_of(f"tensorrt_llm.{name}", kind)
-    return Fakes(given, tensorrt=tensorrt)
+    return Fakes(given)
 
 
 def install() -> None:
