@@ -1,17 +1,36 @@
-"""Model classes that networks with BP-KV are built from, by the architecture that a checkpoint names."""
+"""TensorRT-LLM's model classes with scores in their networks, by the architecture that a checkpoint names."""
 
 from typing import Any
 
-import tensorrt
-from tensorrt_llm.models import LLaMAForCausalLM
+import tensorrt as trt
+from tensorrt_llm._common import default_trtnet
+from tensorrt_llm.models import MODEL_MAP
 
-from bpkv_trt.trtllm.rank_build import RankBuild
+from bpkv_trt.errors import BpkvError
+from bpkv_trt.trtllm.checkpoint import Checkpoint
+from bpkv_trt.trtllm.plugin import ScorePlugin
+from bpkv_trt.trtllm.plugin_library import PluginLibrary
+from bpkv_trt.trtllm.score_kernels import compile_score_kernels
+from bpkv_trt.trtllm.settings import EngineSettings
 
-CLASSES = {"LlamaForCausalLM": "BpkvLlamaForCausalLM", "MistralForCausalLM": "BpkvLlamaForCausalLM"}
+CLASSES = {"LlamaForCausalLM": "BpkvLlamaForCausalLM"}
+Llama: Any = MODEL_MAP["LlamaForCausalLM"]
 
 
-class BpkvLlamaForCausalLM(LLaMAForCausalLM):  # type: ignore[misc]
+class BpkvLlamaForCausalLM(Llama):  # type: ignore[misc]
     def __init__(self, config: Any) -> None:
-        build = RankBuild.of_this_process(config.to_dict(), tensorrt)
-        config.bpkv = build.settings.document()
+        config.bpkv = EngineSettings.of_this_build().document()
         super().__init__(config)
+
+
+def score_plugin(config: Any) -> ScorePlugin:
+    settings = EngineSettings.from_document(config.bpkv, "the checkpoint's configuration (bpkv)")
+    library = PluginLibrary.find()
+    if library.sidecar.sha256 != settings.plugin_sha256:
+        raise BpkvError("The plugin library was replaced; start the build again.")
+    library.register(trt)
+    configuration = Checkpoint.of(config.to_dict()).kernel_configuration(settings.config)
+    kernels = compile_score_kernels(configuration, settings.targets)
+    if kernels.checksum != settings.kernels:
+        raise BpkvError("The kernels are others; start the build again.")
+    return ScorePlugin(trt, default_trtnet(), kernels)

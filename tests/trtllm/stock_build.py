@@ -121,12 +121,16 @@ def build_model(build_config, rank=0, ckpt_dir=None, model_config=None, model_cl
     from tensorrt_llm.builder import Engine, EngineConfig
     from tensorrt_llm.models import MODEL_MAP
 
+    import bpkv_trt.trtllm.models as models
+
     rank_config = deepcopy(model_config)
     rank_config.set_rank(rank)
     if model_cls is None:
         assert rank_config.architecture in MODEL_MAP
         model_cls = MODEL_MAP[rank_config.architecture]
     model = model_cls(rank_config) if ckpt_dir is None else model_cls.from_checkpoint(ckpt_dir, config=rank_config)
+    if hasattr(rank_config, "bpkv"):
+        models.score_plugin(rank_config)  # what its network, which is not built, would begin with
     content = {
         "class": f"{type(model).__module__}.{type(model).__name__}",
         "weights": ckpt_dir is not None,
@@ -155,6 +159,13 @@ class PretrainedModel:
     def __init__(self, config):
         self.config = config
 
+    def save_checkpoint(self, output_dir, save_config=True):
+        config = self.config.to_dict()
+        rank = config["mapping"].pop("rank")
+        if save_config:
+            (Path(output_dir) / "config.json").write_text(json.dumps(config))
+        (Path(output_dir) / f"rank{rank}.safetensors").touch()
+
     @classmethod
     def from_checkpoint(cls, ckpt_dir, rank=None, config=None, *, preprocess_weights_hook=None):
         return cls(config)
@@ -165,6 +176,20 @@ class LlamaForCausalLM:
         from tensorrt_llm.models.modeling_utils import PretrainedModel
 
         PretrainedModel.__init__(self, config)
+
+    @classmethod
+    def from_hugging_face(cls, hf_model_or_dir, dtype="auto", mapping=None, quant_config=None, **kwargs):
+        from tensorrt_llm.models.modeling_utils import PretrainedConfig
+
+        told = json.loads((Path(hf_model_or_dir) / "config.json").read_text())
+        return cls(
+            PretrainedConfig(
+                architecture=told["architectures"][0],
+                dtype=told["dtype"] if dtype == "auto" else dtype,
+                mapping={name: getattr(mapping, name) for name in ("world_size", "tp_size", "pp_size", "rank")},
+                **{name: told[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")},
+            )
+        )
 
 
 class EngineConfig:
@@ -199,6 +224,7 @@ def stock_fakes() -> Fakes:
         "builder.Engine": Engine,
     }
     given: dict[str, Any] = {f"{COMMAND}.{each.__name__}": each for each in commands}
+    given["tensorrt_llm._common.default_trtnet"] = lambda: None
     for name, kind in classes.items():
         given |= implementations_of(f"tensorrt_llm.{name}", kind)
     return Fakes(given)

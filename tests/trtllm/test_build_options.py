@@ -145,6 +145,8 @@ REFUSED = {
     "user_buffer": "enable",
     "norm_quant_fusion": "enable",
     "fuse_fp4_quant": "enable",
+    "lora_plugin": "auto",
+    "lora_dir": "adapters",
     "strip_plan": "",
 }
 
