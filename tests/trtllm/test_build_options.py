@@ -1,5 +1,6 @@
 """What `bpkv-trtllm-build` refuses: exit 2, one paragraph, before anything is built or written."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,9 +8,13 @@ from types import ModuleType
 
 import pytest
 
+from bpkv_trt.config import BpkvConfig
 from bpkv_trt.trtllm import build
 from bpkv_trt.trtllm.build import main
 from bpkv_trt.trtllm.conflicts import CONFLICTS
+from bpkv_trt.trtllm.plugin_library import VARIABLE as LIBRARY_VARIABLE
+from bpkv_trt.trtllm.plugin_library import PluginLibrary
+from bpkv_trt.trtllm.settings import VARIABLE, EngineSettings, for_engine
 from tests.trtllm.build_place import TENSORRT, save_checkpoint, save_library
 from tests.trtllm.contract.entries import read
 from tests.trtllm.contract.fakes import Fakes
@@ -278,3 +283,29 @@ def test_a_mistake_found_by_the_model_class_is_a_paragraph_too(
     with pytest.raises(SystemExit) as ended:
         main(["--checkpoint_dir", "x"])
     assert ended.value.code == 7 and sys.argv is before
+
+
+@pytest.mark.parametrize("before", [None, "earlier"])
+def test_the_environment_is_as_it_was_after_a_build(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
+    if before is not None:
+        monkeypatch.setenv(LIBRARY_VARIABLE, before)
+    settings = EngineSettings(
+        config=for_engine(BpkvConfig()), targets=("80",), plugin_abi=1, plugin_sha256="0" * 64, kernels=1
+    )
+    library = PluginLibrary.find(save_library(Path("library"), compiled=False))
+    with pytest.raises(KeyboardInterrupt), build._announced(settings, library, "X") as options:
+        assert EngineSettings.of_this_build() == settings
+        assert os.environ[LIBRARY_VARIABLE] == str(library.path.resolve())
+        assert Path(options[1]).read_text().startswith("from bpkv_trt.trtllm.models import X ")
+        raise KeyboardInterrupt
+    assert VARIABLE not in os.environ and os.environ.get(LIBRARY_VARIABLE) == before
+    assert not Path(options[1]).parent.exists()
+
+
+def test_a_preset_settles_what_was_not_given() -> None:
+    def settled(*arguments: str) -> BpkvConfig:
+        return build._settled(build._configuration(build._parser().parse_args([*PLUGIN, *arguments])))
+
+    paper = settled("--bpkv_preset", "paper", "--bpkv-top-k=16")
+    assert (paper.positions, paper.top_k, paper.safeguard, paper.scope) == (32, 16, 0.0, "head")
+    assert settled().positions == BpkvConfig().positions and settled().safeguard == BpkvConfig().safeguard

@@ -146,6 +146,13 @@ def test_the_library_is_the_one_that_the_engine_was_built_with(engine: Path) -> 
         found.check_library(library("f" * 64))
 
 
+def test_a_build_that_saves_nothing_leaves_the_sidecar(engine: Path) -> None:
+    before = (engine / FILE).read_bytes()
+    with withdrawn(engine):
+        assert not (engine / FILE).exists()
+    assert (engine / FILE).read_bytes() == before
+
+
 def test_a_build_that_fails_leaves_the_sidecar_only_of_an_engine_that_it_did_not_touch(engine: Path) -> None:
     before = (engine / FILE).read_bytes()
     with pytest.raises(KeyboardInterrupt), withdrawn(engine):
