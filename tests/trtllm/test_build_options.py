@@ -9,9 +9,10 @@ from types import ModuleType
 import pytest
 
 from bpkv_trt.config import BpkvConfig
+from bpkv_trt.errors import ConfigError
 from bpkv_trt.trtllm import build
 from bpkv_trt.trtllm.build import main
-from bpkv_trt.trtllm.conflicts import CONFLICTS
+from bpkv_trt.trtllm.conflicts import CONFLICTS, refuse_conflicts
 from bpkv_trt.trtllm.plugin_library import VARIABLE as LIBRARY_VARIABLE
 from bpkv_trt.trtllm.plugin_library import PluginLibrary
 from bpkv_trt.trtllm.settings import VARIABLE, EngineSettings, for_engine
@@ -162,6 +163,24 @@ def test_options_of_the_stock_command(fakes: Fakes, capsys: pytest.CaptureFixtur
     message = refusal(capsys, *PLUGIN, "--checkpoint_dir", "x", f"--{option}", *filter(None, [value]))
     assert f"--{option} is {value.lower() or 'true'}, which cannot be combined with --plugin bpkv: " in message
     assert CONFLICTS[option][1] in message and "build without the plugin" in message
+
+
+def test_conflicts_are_known_by_the_values_of_a_plugin_config_too() -> None:
+    """Where a network is built, switches are what TensorRT-LLM makes of the command line: True, False, None, a type."""
+    defaults = {"remove_input_padding": True, "gpt_attention_plugin": "float16", "paged_kv_cache": None}
+    defaults |= dict.fromkeys(("multiple_profiles", "streamingllm", "reduce_fusion", "user_buffer"), False)
+    defaults |= {"norm_quant_fusion": False, "fuse_fp4_quant": False, "lora_plugin": None}
+    refuse_conflicts(defaults)
+    for name, value in (
+        *dict.fromkeys(
+            defaults.keys() - {"remove_input_padding", "gpt_attention_plugin", "paged_kv_cache"}, True
+        ).items(),
+        ("remove_input_padding", False),
+        ("paged_kv_cache", False),
+        ("gpt_attention_plugin", None),
+    ):
+        with pytest.raises(ConfigError, match=f"--{name} is {str(value).lower()}, which cannot be combined"):
+            refuse_conflicts(defaults | {name: value})
 
 
 def test_every_conflict_is_of_an_option_that_there_is() -> None:
