@@ -13,6 +13,8 @@ class CheckedModule:
         self._trt, self._described = trt, described
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python's own, of modules
+            raise AttributeError(name)
         assert name in self._described, f"TensorRT 10 has no {name}"
         return getattr(self._trt, name)
 
@@ -25,13 +27,19 @@ class CheckedNetwork:
 
     def __getattr__(self, name: str) -> Any:
         def call(*given: Any, **named: Any) -> Any:
-            overloads = signatures(self._described["INetworkDefinition"].get(name, ""), name)
-            returned = [kind for names, kinds, kind in overloads if self._fits(names, kinds, given, named)]
-            assert returned, f"TensorRT 10 does not take {name} with {given} and {named}: {overloads}"
-            self._called.add(name)
-            return CheckedLayer(getattr(self._network, name)(*given, **named), self._described[returned[0]])
+            returned = self.check(name, *given, **named)
+            result = getattr(self._network, name)(*given, **named)
+            return CheckedLayer(result, self._described[returned]) if returned.endswith("Layer") else result
 
         return call
+
+    def check(self, name: str, *given: Any, **named: Any) -> str:
+        """The type that the call returns."""
+        overloads = signatures(self._described["INetworkDefinition"].get(name, ""), name)
+        returned = [kind for names, kinds, kind in overloads if self._fits(names, kinds, given, named)]
+        assert returned, f"TensorRT 10 does not take {name} with {given} and {named}: {overloads}"
+        self._called.add(name)
+        return returned[0]
 
     def _fits(self, names: list[str], kinds: list[str], given: Any, named: dict[str, Any]) -> bool:
         if len(given) > len(names) or sorted(names[len(given) :]) != sorted(named):

@@ -112,7 +112,7 @@ class FakeClasses(dict[str, type]):
             fakes.touch(entry)
             bound = bind(entry.dotted, signature, given, named)
             if entry.dotted in fakes.implementations:
-                fakes.implementations[entry.dotted](*bound.args, **bound.kwargs)  # type: ignore[operator]
+                run(fakes.implementations[entry.dotted], bound)
                 return
             made = bound.arguments["self"]
             known = {name: value for name, value in bound.arguments.items() if name in type(made).contract}
@@ -144,6 +144,17 @@ def bind(dotted: str, signature: inspect.Signature, given: Any, named: Any) -> i
         raise TypeError(f"{dotted}: {error}") from None
     bound.apply_defaults()
     return bound
+
+
+def run(implementation: Any, bound: inspect.BoundArguments) -> Any:
+    if takes_names(implementation):
+        return implementation(**bound.arguments)
+    return implementation(*bound.args, **bound.kwargs)
+
+
+def takes_names(implementation: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(implementation).parameters
+    return [(each.name, each.kind) for each in parameters.values()] == [("arguments", inspect.Parameter.VAR_KEYWORD)]
 
 
 def _of_fields(dotted: str, fields: list[Entry]) -> Entry:

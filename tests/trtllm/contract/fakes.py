@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.trtllm.contract.classes import FakeClasses, bind
+from tests.trtllm.contract.classes import FakeClasses, bind, run, takes_names
 from tests.trtllm.contract.entries import CALLABLE, Entry, read
 
 PACKAGE = "tensorrt_llm"
@@ -26,7 +26,8 @@ class Fakes:
     def __init__(
         self, implementations: Mapping[str, Implementation] | None = None, *, tensorrt: ModuleType | None = None
     ) -> None:
-        """implementations: by dotted name, each with the contract's own parameters. tensorrt: installed beside it.
+        """implementations: by dotted name, each with the contract's own parameters, or with `**arguments` alone, which
+        gets them all by name. tensorrt: installed beside it.
 
         Raises TypeError for an implementation that the contract has no place for.
         """
@@ -92,7 +93,7 @@ class Fakes:
             implementation = self.implementations.get(entry.dotted)
             if implementation is None:
                 raise NotImplementedError(f"{entry.dotted}: this test gives it nothing to do")
-            return implementation(*bound.args, **bound.kwargs)  # type: ignore[operator]
+            return run(implementation, bound)
 
         call.__name__, call.__qualname__, call.__module__ = entry.short, entry.name, entry.module
         call.__signature__ = signature  # type: ignore[attr-defined]
@@ -132,6 +133,8 @@ class Fakes:
                 raise TypeError(f"{dotted} is a property {'with' if entry.settable else 'without'} a setter")
             return
         assert callable(implementation)
+        if takes_names(implementation):
+            return
         wanted, given = self.signature(entry), inspect.signature(implementation)
         parameters = [[(each.name, each.kind) for each in side.parameters.values()] for side in (wanted, given)]
         if parameters[0] != parameters[1]:

@@ -96,6 +96,15 @@ def test_behaviour_gets_the_contracts_defaults():
         assert generated(dim=2, input=1) == (1, 2, True)
 
 
+def test_behaviour_may_take_all_arguments_by_name():
+    with Fakes({"tensorrt_llm.functional.cumsum": lambda **arguments: arguments}).installed():
+        from tensorrt_llm.functional import cumsum
+
+        assert cumsum(1, 2) == {"input": 1, "dim": 2, "prefer_plugin": True}
+        with pytest.raises(TypeError, match="unexpected keyword argument 'axis'"):
+            cumsum(1, 2, axis=3)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -105,6 +114,7 @@ def test_behaviour_gets_the_contracts_defaults():
         lambda input, dtype, extra=None: None,
         lambda input, *, dtype: None,
         lambda *given: None,
+        lambda input, **arguments: None,
     ],
 )
 def test_behaviour_with_other_parameters_is_refused(wrong):
