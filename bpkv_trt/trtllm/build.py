@@ -108,12 +108,15 @@ def _build_with_plugin(options: argparse.Namespace, arguments: Sequence[str]) ->
     output = Path(told["output_dir"])
     check_directory(next(folder for folder in (output, *output.absolute().parents) if folder.exists()))
     config = _settled(config).replace(page_size=told["tokens_per_block"])
-    library = _library(options)
+    import tensorrt
+
+    library = PluginLibrary.find(getattr(options, "plugin_lib", None))
+    library.register(tensorrt)
     settings = _compiled(options, config, checkpoint, library)
     with withdrawn(output), _announced(settings, library, model_class) as class_options:
         stock.run([*arguments, *class_options])
         if not told.get("dry_run"):
-            EngineSidecar.write(output, settings)
+            EngineSidecar.write(output, settings, {"tensorrt": tensorrt.__version__, "tensorrt_llm": stock.version})
             print(f"{PROGRAM}: the engine's settings are in {output / FILE}; keep it beside the engine.")
 
 
@@ -149,15 +152,6 @@ def _class_for(checkpoint: Checkpoint) -> str:
             f"{', '.join(CLASSES)} are. Build it without --plugin bpkv."
         )
     return str(CLASSES[checkpoint.architecture])
-
-
-def _library(options: argparse.Namespace) -> PluginLibrary:
-    """The plugin's, in TensorRT's registry."""
-    import tensorrt
-
-    library = PluginLibrary.find(getattr(options, "plugin_lib", None))
-    library.register(tensorrt)
-    return library
 
 
 def _compiled(

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import ConfigError, InputError, ModelError
@@ -44,6 +44,11 @@ class Checkpoint(_Part):
     head_size: int | None = Field(None, ge=1)
     mapping: _Mapping = _Mapping()
     quantization: _Quantization = _Quantization()
+
+    @field_validator("mapping", "quantization", mode="before")
+    @classmethod
+    def _absent(cls, value: object) -> object:
+        return {} if value is None else value
 
     @classmethod
     def read(cls, source: Path) -> "Checkpoint":

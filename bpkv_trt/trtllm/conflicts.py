@@ -12,6 +12,7 @@ from bpkv_trt.input_file import read_file
 LARGEST = 1 << 24  # bytes of a build configuration
 _DRAFTS = "a step of the answer is one token of each sequence, and drafted ones are more"
 _PAGES = "entries are evicted from pages of the paged KV cache"
+_ADAPTERS = "scores are read out through the checkpoint's own output projections, without adapters; merge them into it"
 _PLUGINS = "BP-KV is put into the network through these two options itself"
 
 
@@ -57,11 +58,13 @@ CONFLICTS: Mapping[str, tuple[Callable[[object], bool], str]] = MappingProxyType
         "kv_cache_type": (_not_paged, _PAGES),
         "paged_kv_cache": (_off, _PAGES),
         "remove_input_padding": (_off, "scoring positions are picked from packed tokens"),
-        "gpt_attention_plugin": (_off, "it is what writes the paged KV cache"),
+        "gpt_attention_plugin": (lambda value: value is None or _off(value), "it is what writes the paged KV cache"),
         "reduce_fusion": (_on, "it leaves no residual stream to read scores out from"),
         "user_buffer": (_on, "it leaves no residual stream to read scores out from"),
         "norm_quant_fusion": (_on, "it leaves no residual stream to read scores out from"),
         "fuse_fp4_quant": (_on, "the attention's output, which is scored, would be FP4"),
+        "lora_plugin": (_on, _ADAPTERS),
+        "lora_dir": (_given, _ADAPTERS),
         "strip_plan": (_on, "refitting an engine knows nothing of the weights that scores are read out with"),
         "use_strip_plan": (_on, "refitting an engine knows nothing of the weights that scores are read out with"),
     }

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +28,8 @@ class EngineSidecar:
     versions: dict[str, str]  # of what built it
 
     @classmethod
-    def write(cls, engine: Path, settings: EngineSettings) -> "EngineSidecar":
-        """Describe the engine that was just built in this folder.
+    def write(cls, engine: Path, settings: EngineSettings, versions: Mapping[str, str]) -> "EngineSidecar":
+        """Describe the engine that was just built in this folder. versions: of what no package's metadata tells.
 
         Raises InputError where the engine is not whole or nothing can be written, BpkvError where it was not built with
         these settings.
@@ -38,7 +38,7 @@ class EngineSidecar:
         if pretrained.get("bpkv") != settings.document():
             raise BpkvError(f"The engine in {engine} was not built with these settings; {BUILD} again.")
         ranks = pretrained.get("mapping", {}).get("world_size", 1)
-        sidecar = cls(settings, library_versions())
+        sidecar = cls(settings, library_versions() | dict(versions))
         content = {
             "schema_version": SCHEMA_VERSION,
             "versions": sidecar.versions,
@@ -107,7 +107,7 @@ class EngineSidecar:
 def withdrawn(engine: Path) -> Iterator[None]:
     """Around a build into a folder: an earlier engine's sidecar is taken away, since its engine may be overwritten.
 
-    It comes back where the build failed before it touched that engine.
+    It comes back where the build did not touch that engine; one that fails leaves none of its own.
     """
     path = engine / FILE
     content, before = path.read_bytes() if path.is_file() else None, _stamps(engine)
@@ -116,9 +116,10 @@ def withdrawn(engine: Path) -> Iterator[None]:
         yield
     except BaseException:
         path.unlink(missing_ok=True)
-        if content is not None and _stamps(engine) == before:
-            path.write_bytes(content)
         raise
+    finally:
+        if content is not None and not path.exists() and _stamps(engine) == before:
+            path.write_bytes(content)
 
 
 def _stamps(engine: Path) -> dict[str, tuple[int, int]]:

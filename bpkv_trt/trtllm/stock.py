@@ -6,7 +6,6 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -31,14 +30,14 @@ class StockBuild:
     @classmethod
     def find(cls) -> "StockBuild":
         """Import it. Raises BpkvError where it is not installed, does not load, or has no engines any more."""
-        if find_spec("tensorrt_llm") is None:
-            raise BpkvError(
-                f"TensorRT-LLM is not installed, and engines are built by its {NAME}: install it beside an NVIDIA GPU "
-                f"with {INSTALL}, or use NVIDIA's container of it."
-            )
         try:
             package = importlib.import_module("tensorrt_llm")
         except (ImportError, OSError, RuntimeError) as error:
+            if isinstance(error, ModuleNotFoundError) and error.name == "tensorrt_llm":
+                raise BpkvError(
+                    f"TensorRT-LLM is not installed, and engines are built by its {NAME}: install it beside an NVIDIA "
+                    f"GPU with {INSTALL}, or use NVIDIA's container of it."
+                ) from None
             raise BpkvError(
                 f"TensorRT-LLM is installed and cannot be imported ({error}): it needs an NVIDIA driver and the "
                 "libraries that it was built for. `bpkv doctor` shows what there is."

@@ -19,6 +19,8 @@ SETTINGS = EngineSettings(
     config=for_engine(BpkvConfig(budget="0.3")), targets=("90a",), plugin_abi=1, plugin_sha256="0f" * 32, kernels=-7
 )
 
+VERSIONS = {"tensorrt": "10.14.1", "tensorrt_llm": "1.2.1"}
+
 
 def save_engine(folder: Path, bpkv: object = None, ranks: int = 2) -> Path:
     """As TensorRT-LLM does: what model and build were given in config.json, and a file for every rank."""
@@ -36,7 +38,7 @@ def save_engine(folder: Path, bpkv: object = None, ranks: int = 2) -> Path:
 def engine(tmp_path: Path) -> Path:
     """An engine with its sidecar."""
     folder = save_engine(tmp_path / "engine", SETTINGS.document())
-    EngineSidecar.write(folder, SETTINGS)
+    EngineSidecar.write(folder, SETTINGS, VERSIONS)
     return folder
 
 
@@ -53,7 +55,7 @@ def rewritten(engine: Path, change: Callable[[dict], object], *, signed: bool = 
 
 def test_it_is_read_back_as_it_was_written(engine: Path) -> None:
     found = EngineSidecar.read(engine)
-    assert found.settings == SETTINGS and found.versions["bpkv_trt"] == __version__
+    assert found.settings == SETTINGS and found.versions.items() >= (VERSIONS | {"bpkv_trt": __version__}).items()
     content = json.loads((engine / FILE).read_text())
     assert content["engine"] == {
         "config.json": hashlib.sha256((engine / "config.json").read_bytes()).hexdigest(),
@@ -124,11 +126,11 @@ def test_an_engine_that_was_not_built_so_gets_none(tmp_path: Path) -> None:
     other = EngineSettings(**{**SETTINGS.document(), "kernels": 1})
     for bpkv in (None, other.document()):
         with pytest.raises(BpkvError, match="was not built with these settings"):
-            EngineSidecar.write(save_engine(tmp_path / "engine", bpkv), SETTINGS)
+            EngineSidecar.write(save_engine(tmp_path / "engine", bpkv), SETTINGS, VERSIONS)
     folder = save_engine(tmp_path / "engine", SETTINGS.document())
     (folder / "rank1.engine").unlink()
     with pytest.raises(InputError, match="lacks rank1.engine"):
-        EngineSidecar.write(folder, SETTINGS)
+        EngineSidecar.write(folder, SETTINGS, VERSIONS)
     assert not (folder / FILE).exists()
 
 
@@ -144,6 +146,13 @@ def test_the_library_is_the_one_that_the_engine_was_built_with(engine: Path) -> 
         found.check_library(library("f" * 64))
 
 
+def test_a_build_that_saves_nothing_leaves_the_sidecar(engine: Path) -> None:
+    before = (engine / FILE).read_bytes()
+    with withdrawn(engine):
+        assert not (engine / FILE).exists()
+    assert (engine / FILE).read_bytes() == before
+
+
 def test_a_build_that_fails_leaves_the_sidecar_only_of_an_engine_that_it_did_not_touch(engine: Path) -> None:
     before = (engine / FILE).read_bytes()
     with pytest.raises(KeyboardInterrupt), withdrawn(engine):
@@ -152,11 +161,11 @@ def test_a_build_that_fails_leaves_the_sidecar_only_of_an_engine_that_it_did_not
     assert (engine / FILE).read_bytes() == before and EngineSidecar.read(engine).settings == SETTINGS
     with pytest.raises(RuntimeError), withdrawn(engine):
         save_engine(engine, SETTINGS.document())
-        EngineSidecar.write(engine, SETTINGS)
+        EngineSidecar.write(engine, SETTINGS, VERSIONS)
         raise RuntimeError
     assert not (engine / FILE).exists()
     with withdrawn(engine):
-        EngineSidecar.write(engine, SETTINGS)
+        EngineSidecar.write(engine, SETTINGS, VERSIONS)
     assert (engine / FILE).exists()
     with pytest.raises(RuntimeError), withdrawn(engine.parent / "new"):
         raise RuntimeError
