@@ -15,7 +15,7 @@ from bpkv_trt.errors import BpkvError
 from bpkv_trt.trtllm.checkpoint import Checkpoint
 from bpkv_trt.trtllm.collectives import ranks_of
 from bpkv_trt.trtllm.conflicts import CONFLICTS, refuse_conflicts
-from bpkv_trt.trtllm.coverage import check_attention, check_config, check_inputs, check_prepared
+from bpkv_trt.trtllm.coverage import check_attention, check_config, check_inputs, check_memory, check_prepared
 from bpkv_trt.trtllm.plugin import ScorePlugin
 from bpkv_trt.trtllm.plugin_library import PluginLibrary
 from bpkv_trt.trtllm.score_kernels import compile_score_kernels
@@ -56,9 +56,10 @@ class BpkvNetwork:
         for layer, module in enumerate(self.transformer.layers):
             check_attention(layer, module.attention)
         check_inputs(given, len(rotary_table(self)))
+        sequences, positions = given["max_batch_size"], settings.config.positions
+        check_memory(self.config, sequences * positions, settings.config.top_k, sequences)
         inputs: dict[str, Any] = stock(*args, **options)
         check_prepared(inputs, plugins.tokens_per_block, settings.config.page_size)
-        sequences, positions = given["max_batch_size"], settings.config.positions
         return inputs | ScoringInputs.declare(Tensor, trt, sequences=sequences, positions=positions)._asdict()
 
     def forward(self, **inputs: Any) -> Any:

@@ -78,7 +78,8 @@ class ScoredNetwork:
     def _readout(self, residual: ITensor, ranks: Ranks) -> Readout:
         model = self._model
         weights = HeadWeights(model.lm_head.weight.value.trt_tensor, model.transformer.ln_f.weight.value.trt_tensor)
-        traits = network_traits(model.config, model.transformer.ln_f, self._attentions[0])
+        scale = self._tap.attended[0].scale
+        traits = network_traits(model.config, model.transformer.ln_f, self._attentions[0], scale)
         k = self._plugin.kernels.configuration.channels
         return Readout(self._plugin.network, self._plugin.trt, residual, weights, traits, k, ranks)
 
@@ -130,18 +131,17 @@ def cache_scale(layer: int, attention: Any) -> float:
     return float(factor.raw_value.reshape(-1)[0])
 
 
-def network_traits(config: Any, norm: Any, attention: Any) -> ModelTraits:
+def network_traits(config: Any, norm: Any, attention: Any, scale: float) -> ModelTraits:
     """Of the checkpoint's configuration, the final norm and an attention layer; heads are those of this rank."""
-    width = attention.attention_head_size
     return ModelTraits(
         architecture=config.architecture,
         layers=config.num_hidden_layers,
         query_heads=attention.num_attention_heads,
         kv_heads=attention.num_attention_kv_heads,
-        head_dim=width,
+        head_dim=attention.attention_head_size,
         width=config.hidden_size,
         vocabulary=config.vocab_size,
-        attention_scale=1.0 / (attention.q_scaling * float(width) ** 0.5),
+        attention_scale=scale,
         norm_eps=norm.eps,
         residual_multiplier=getattr(config, "residual_multiplier", 1.0),
         qk_norm=attention.qk_layernorm,

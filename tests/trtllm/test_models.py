@@ -436,6 +436,7 @@ def test_plugins_that_scores_cannot_go_with_are_refused(trt, tensorrt_10, monkey
         ({"max_beam_width": 2}, "max_beam_width is 2.*Give 1"),
         ({"max_draft_len": 4}, "draft tokens .*Medusa"),
         ({"speculative_decoding_draft_tokens_external": True}, "draft tokens"),
+        ({"max_batch_size": 2**21}, "6291456 scoring rows.*at least 6 GiB.*--max_batch_size 1398101 or less"),
         ({"max_seq_len": 129}, "max_seq_len is 129.*table has 128 positions.*--max_seq_len 128"),
     ],
 )
