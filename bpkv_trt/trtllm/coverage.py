@@ -7,7 +7,6 @@ from tensorrt_llm.layers import Attention
 
 from bpkv_trt.errors import ConfigError
 
-MOST_MEMORY = 4 * 2**30  # bytes of one rank
 WITHOUT = "or build the engine without --plugin bpkv"
 # Attributes of a checkpoint's configuration that change what its logits are; no covered architecture sets them.
 HEAD_TERMS = ("output_multiplier_scale", "mup_width_multiplier")
@@ -89,21 +88,6 @@ def check_inputs(given: Mapping[str, Any], table_rows: int) -> None:
         raise ConfigError(
             f"max_seq_len is {given['max_seq_len']}, and the model's RoPE table has {table_rows} positions. Give "
             f"--max_seq_len {table_rows} or less."
-        )
-
-
-def check_memory(config: Any, rows: int, top_k: int, sequences: int) -> None:
-    """Raises ConfigError for more scoring rows than any engine should keep memory for, which TensorRT sets aside.
-
-    Logits [rows, V of this rank] and the head's rows [rows, K, d], both fp32, live at the same time.
-    """
-    least = 4 * rows * (config.vocab_size // config.mapping.tp_size + top_k * config.hidden_size)
-    if least > MOST_MEMORY:
-        fitting = max(1, sequences * MOST_MEMORY // least)
-        raise ConfigError(
-            f"max_batch_size is {sequences}, so that a step may have {rows} scoring rows, and the engine would set aside "
-            f"at least {least / 2**30:.0f} GiB for them. Give --max_batch_size {fitting} or less, or fewer "
-            "--bpkv_positions."
         )
 
 

@@ -15,12 +15,12 @@ from bpkv_trt.errors import BpkvError
 from bpkv_trt.trtllm.checkpoint import Checkpoint
 from bpkv_trt.trtllm.collectives import ranks_of
 from bpkv_trt.trtllm.conflicts import CONFLICTS, refuse_conflicts
-from bpkv_trt.trtllm.coverage import check_attention, check_config, check_inputs, check_memory, check_prepared
+from bpkv_trt.trtllm.coverage import check_attention, check_config, check_inputs, check_prepared
 from bpkv_trt.trtllm.plugin import ScorePlugin
 from bpkv_trt.trtllm.plugin_library import PluginLibrary
 from bpkv_trt.trtllm.score_kernels import compile_score_kernels
 from bpkv_trt.trtllm.scored_network import ScoredNetwork, rotary_table
-from bpkv_trt.trtllm.scoring_inputs import ScoringInputs
+from bpkv_trt.trtllm.scoring_inputs import ScoringInputs, most_rows
 from bpkv_trt.trtllm.settings import EngineSettings
 
 Llama: Any = MODEL_MAP["LlamaForCausalLM"]
@@ -56,11 +56,20 @@ class BpkvNetwork:
         for layer, module in enumerate(self.transformer.layers):
             check_attention(layer, module.attention)
         check_inputs(given, len(rotary_table(self)))
-        sequences, positions = given["max_batch_size"], settings.config.positions
-        check_memory(self.config, sequences * positions, settings.config.top_k, sequences)
         inputs: dict[str, Any] = stock(*args, **options)
         check_prepared(inputs, plugins.tokens_per_block, settings.config.page_size)
-        return inputs | ScoringInputs.declare(Tensor, trt, sequences=sequences, positions=positions)._asdict()
+        return inputs | self._scoring_inputs(given["max_batch_size"], given["max_num_tokens"])._asdict()
+
+    def _scoring_inputs(self, sequences: int, tokens: int) -> ScoringInputs:
+        options, config = _settings(self.config).config, self.config
+        rows = most_rows(
+            sequences=sequences,
+            positions=options.positions,
+            tokens=tokens,
+            logits=config.vocab_size // config.mapping.tp_size,
+            readout=options.top_k * config.hidden_size,
+        )
+        return ScoringInputs.declare(Tensor, trt, sequences=sequences, positions=options.positions, rows=rows)
 
     def forward(self, **inputs: Any) -> Any:
         """Add the stock network, scores of every layer, and their outputs (see `ScoredNetwork`)."""
