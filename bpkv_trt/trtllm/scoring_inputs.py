@@ -43,7 +43,7 @@ class ScoringInputs(NamedTuple):
 def most_rows(*, sequences: int, positions: int, tokens: int, logits: int, readout: int) -> int:
     """How many scoring rows a step may have: those of all sequences, or as many as fit into `MOST_MEMORY`.
 
-    tokens: of a step, at most. Of each row the logits (those of this rank) and the head's rows (`readout` = K d numbers)
+    tokens: of a step, at most. Of each row the logits of this rank and rows of the head (`readout` = K d numbers)
     are fp32 and live at the same time. One sequence's positions always fit.
     """
     fitting = MOST_MEMORY // (4 * (logits + readout))
