@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bpkv_trt.kernels.configuration import KernelConfiguration
 
 LARGEST = 1 << 24  # bytes of a config.json
-_QUANTISED = "the output projection, through which scores are read out, is not stored as numbers that can be multiplied"
+_WITHOUT = "or build the engine without --plugin bpkv"
 
 
 class _Part(BaseModel):
@@ -42,6 +42,10 @@ class Checkpoint(_Part):
     num_attention_heads: int = Field(ge=1)
     num_key_value_heads: int | None = Field(None, ge=1)
     head_size: int | None = Field(None, ge=1)
+    max_position_embeddings: int | None = None
+    sliding_window: int | None = None
+    output_multiplier_scale: float | None = None
+    mup_width_multiplier: float | None = None
     mapping: _Mapping = _Mapping()
     quantization: _Quantization = _Quantization()
 
@@ -78,24 +82,46 @@ class Checkpoint(_Part):
         Raises ModelError for what is not covered, pydantic's ValidationError where something is missing.
         """
         checkpoint = cls.model_validate(config)
+        checkpoint._check_ranks()
+        checkpoint._check_model()
+        checkpoint._check_quantization()
+        return checkpoint
+
+    def _check_ranks(self) -> None:
         for name in ("pp_size", "cp_size"):
-            if (size := getattr(checkpoint.mapping, name)) > 1:
+            if (size := getattr(self.mapping, name)) > 1:
                 raise ModelError(
                     f"The checkpoint has {name} {size}, but scores are computed where a sequence's positions and all "
                     "its layers are: convert it with tensor parallelism (tp_size) alone."
                 )
-        quantization = checkpoint.quantization
-        if quantization.quant_algo not in (None, "NO_QUANT"):
+
+    def _check_model(self) -> None:
+        window = self.sliding_window
+        if window is not None and window < (self.max_position_embeddings or 0):
             raise ModelError(
-                f"The checkpoint's weights are quantised ({quantization.quant_algo}), which is not covered: "
-                f"{_QUANTISED}. Convert the model without quantised weights; its KV cache may be FP8 or INT8."
+                f"The model attends to a sliding window of {window} tokens, which is counted in rows of the cache: "
+                f"after an eviction they are others. Use another model, {_WITHOUT}."
             )
-        if quantization.kv_cache_quant_algo not in (None, "NO_QUANT", "FP8", "INT8"):
+        for name in ("output_multiplier_scale", "mup_width_multiplier"):
+            if getattr(self, name) not in (None, 1):
+                raise ModelError(
+                    f"The checkpoint sets {name}, which no covered architecture has: its logits would not be those "
+                    f"that scores are read out from. Use another model, {_WITHOUT}."
+                )
+
+    def _check_quantization(self) -> None:
+        weights, cache = self.quantization.quant_algo, self.quantization.kv_cache_quant_algo
+        if weights not in (None, "NO_QUANT"):
             raise ModelError(
-                f"The checkpoint's KV cache is {quantization.kv_cache_quant_algo}, and only FP8, INT8 and unquantised "
-                "ones can be compacted: convert the model with one of these."
+                f"The checkpoint's weights are quantised ({weights}), which is not covered: the output projection, "
+                "through which scores are read out, is not stored as numbers that can be multiplied. Convert the model "
+                "without quantised weights; its KV cache may be FP8 or INT8."
             )
-        return checkpoint
+        if cache not in (None, "NO_QUANT", "FP8", "INT8"):
+            raise ModelError(
+                f"The checkpoint's KV cache is {cache}, and only FP8, INT8 and unquantised ones can be compacted: "
+                "convert the model with one of these."
+            )
 
     def kernel_configuration(self, config: BpkvConfig) -> "KernelConfiguration":
         """What one rank's scoring kernels are compiled for. Raises ConfigError where there are none."""

@@ -1,4 +1,8 @@
-"""Which networks of TensorRT-LLM scores can be put into, and why not into others."""
+"""Which networks of TensorRT-LLM scores can be put into, and why not into others.
+
+What the checkpoint's configuration tells is refused by `Checkpoint.of`, and options by `conflicts.refuse_conflicts`:
+both are known before the build begins.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,8 +12,6 @@ from tensorrt_llm.layers import Attention
 from bpkv_trt.errors import ConfigError
 
 WITHOUT = "or build the engine without --plugin bpkv"
-# Attributes of a checkpoint's configuration that change what its logits are; no covered architecture sets them.
-HEAD_TERMS = ("output_multiplier_scale", "mup_width_multiplier")
 
 
 def check_attention(layer: int, attention: Any) -> None:
@@ -42,31 +44,6 @@ def check_attention(layer: int, attention: Any) -> None:
                 f"The attention of layer {layer} has {what}, which goes by rows that are evicted or is not covered. "
                 f"Use another model, {WITHOUT}."
             )
-
-
-def check_config(config: Any, plugin_config: Any) -> None:
-    """Raises ConfigError for a model or plugins whose scores would not be those of the model that runs.
-
-    config: TensorRT-LLM's PretrainedConfig. (The checkpoint's types and ranks: `Checkpoint.of`; the other options:
-    `conflicts.refuse_conflicts`.)
-    """
-    window = getattr(config, "sliding_window", None)
-    if window is not None and window < (config.max_position_embeddings or 0):
-        raise ConfigError(
-            f"The model attends to a sliding window of {window} tokens, which the plugin counts in rows of the cache: "
-            f"after an eviction they are others. Use a model without one, {WITHOUT}."
-        )
-    for name in HEAD_TERMS:
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            raise ConfigError(
-                f"The checkpoint sets {name}, which no covered architecture has: its logits would not be those that "
-                f"scores are read out from. Use another model, {WITHOUT}."
-            )
-    if plugin_config.lora_plugin:
-        raise ConfigError(
-            f"lora_plugin is {plugin_config.lora_plugin}, and scores are read out through the checkpoint's own output "
-            f"projections, without adapters. Merge the adapter into the checkpoint, {WITHOUT}."
-        )
 
 
 def check_inputs(given: Mapping[str, Any], table_rows: int) -> None:

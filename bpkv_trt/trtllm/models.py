@@ -15,7 +15,7 @@ from bpkv_trt.errors import BpkvError
 from bpkv_trt.trtllm.checkpoint import Checkpoint
 from bpkv_trt.trtllm.collectives import ranks_of
 from bpkv_trt.trtllm.conflicts import CONFLICTS, refuse_conflicts
-from bpkv_trt.trtllm.coverage import check_attention, check_config, check_inputs, check_prepared
+from bpkv_trt.trtllm.coverage import check_attention, check_inputs, check_prepared
 from bpkv_trt.trtllm.plugin import ScorePlugin
 from bpkv_trt.trtllm.plugin_library import PluginLibrary
 from bpkv_trt.trtllm.score_kernels import compile_score_kernels
@@ -52,7 +52,6 @@ class BpkvNetwork:
         given = inspect.signature(stock).bind(*args, **options).arguments
         settings, plugins = _settings(self.config), default_net().plugin_config
         refuse_conflicts({name: getattr(plugins, name) for name in CONFLICTS if hasattr(plugins, name)})
-        check_config(self.config, plugins)
         for layer, module in enumerate(self.transformer.layers):
             check_attention(layer, module.attention)
         check_inputs(given, len(rotary_table(self)))

@@ -212,6 +212,8 @@ def test_what_stands_in_a_build_configuration(fakes: Fakes, capsys: pytest.Captu
         ({"mapping": {"world_size": 2, "cp_size": 2}}, "has cp_size 2"),
         ({"quantization": {"quant_algo": "FP8"}}, "weights are quantised (FP8), which is not covered"),
         ({"quantization": {"kv_cache_quant_algo": "NVFP4"}}, "KV cache is NVFP4, and only FP8, INT8"),
+        ({"sliding_window": 16, "max_position_embeddings": 64}, "attends to a sliding window of 16 tokens"),
+        ({"mup_width_multiplier": 0.5}, "sets mup_width_multiplier, which no covered architecture has"),
         ({"dtype": "float8"}, "config.json is not one of TensorRT-LLM (dtype: "),
         ({"num_attention_heads": None}, "(num_attention_heads: "),
     ],

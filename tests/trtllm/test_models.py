@@ -429,7 +429,7 @@ def test_another_class_of_attention_is_refused_by_its_name(trt, tensorrt_10, mon
         ({"streamingllm": True}, "streamingllm is true"),
         ({"remove_input_padding": False}, "remove_input_padding is false"),
         ({"paged_kv_cache": False}, "paged_kv_cache is false"),
-        ({"lora_plugin": "float16"}, "lora_plugin is float16.*Merge the adapter"),
+        ({"lora_plugin": "float16"}, "lora_plugin is float16.*without adapters"),
         ({"tokens_per_block": 32}, "tokens_per_block is 32.*blocks of 4 tokens"),
     ],
 )
@@ -456,16 +456,16 @@ def test_steps_that_nothing_can_be_compacted_between_are_refused(trt, tensorrt_1
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "words"),
+    ("changes", "words"),
     [
-        ({"sliding_window": 16}, ConfigError, "sliding window of 16 tokens"),
-        ({"output_multiplier_scale": 0.5}, ConfigError, "output_multiplier_scale"),
-        ({"quantization": {"kv_cache_quant_algo": "NVFP4"}}, ModelError, "KV cache is NVFP4"),
-        ({"quantization": {"quant_algo": "W8A8_SQ_PER_CHANNEL"}}, ModelError, "W8A8_SQ_PER_CHANNEL"),
+        ({"sliding_window": 16}, "sliding window of 16 tokens"),
+        ({"output_multiplier_scale": 0.5}, "output_multiplier_scale"),
+        ({"quantization": {"kv_cache_quant_algo": "NVFP4"}}, "KV cache is NVFP4"),
+        ({"quantization": {"quant_algo": "W8A8_SQ_PER_CHANNEL"}}, "W8A8_SQ_PER_CHANNEL"),
     ],
 )
-def test_a_checkpoint_that_is_not_covered_is_refused(trt, tensorrt_10, monkeypatch, changes, error, words):
-    with pytest.raises(error, match=words):
+def test_a_checkpoint_that_is_not_covered_is_refused(trt, tensorrt_10, monkeypatch, changes, words):
+    with pytest.raises(ModelError, match=words):
         Built(trt, tensorrt_10, "llama", **changes).build(monkeypatch)
 
 
