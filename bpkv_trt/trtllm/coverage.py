@@ -44,11 +44,10 @@ def check_attention(layer: int, attention: Any) -> None:
             )
 
 
-def check_config(config: Any, plugin_config: Any) -> None:
-    """Raises ConfigError for a model or plugins whose scores would not be those of the model that runs.
+def check_config(config: Any) -> None:
+    """Raises ConfigError for a model whose scores would not be those of what runs.
 
-    config: TensorRT-LLM's PretrainedConfig. (The checkpoint's types and ranks: `Checkpoint.of`; the other options:
-    `conflicts.refuse_conflicts`.)
+    config: TensorRT-LLM's PretrainedConfig. (Its types and ranks: `Checkpoint.of`.)
     """
     window = getattr(config, "sliding_window", None)
     if window is not None and window < (config.max_position_embeddings or 0):
@@ -62,11 +61,6 @@ def check_config(config: Any, plugin_config: Any) -> None:
                 f"The checkpoint sets {name}, which no covered architecture has: its logits would not be those that "
                 f"scores are read out from. Use another model, {WITHOUT}."
             )
-    if plugin_config.lora_plugin:
-        raise ConfigError(
-            f"lora_plugin is {plugin_config.lora_plugin}, and scores are read out through the checkpoint's own output "
-            f"projections, without adapters. Merge the adapter into the checkpoint, {WITHOUT}."
-        )
 
 
 def check_inputs(given: Mapping[str, Any], table_rows: int) -> None:

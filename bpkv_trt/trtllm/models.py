@@ -52,7 +52,7 @@ class BpkvNetwork:
         given = inspect.signature(stock).bind(*args, **options).arguments
         settings, plugins = _settings(self.config), default_net().plugin_config
         refuse_conflicts({name: getattr(plugins, name) for name in CONFLICTS if hasattr(plugins, name)})
-        check_config(self.config, plugins)
+        check_config(self.config)
         for layer, module in enumerate(self.transformer.layers):
             check_attention(layer, module.attention)
         check_inputs(given, len(rotary_table(self)))
