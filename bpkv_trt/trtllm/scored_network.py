@@ -84,7 +84,8 @@ class ScoredNetwork:
         return Readout(self._plugin.network, self._plugin.trt, residual, weights, traits, k, ranks)
 
     def _add_layer(self, layer: int, attention: Any, readout: Readout) -> None:
-        attended, scale = self._tap.attended[layer], cache_scale(layer, attention)
+        quantised = self._plugin.kernels.configuration.cache.itemsize == 1
+        attended, scale = self._tap.attended[layer], cache_scale(layer, attention) if quantised else 1.0
         scores = self._plugin.add_layer(
             ScoreInputs(
                 q=attended.q,
@@ -119,11 +120,9 @@ def rotary_table(model: Any) -> Any:
 
 
 def cache_scale(layer: int, attention: Any) -> float:
-    """What a number of the pool is multiplied by; 1 where the pool holds the activations' own type."""
+    """What a number of the quantised pool is multiplied by. ConfigError where the checkpoint does not say."""
     factor = attention.kv_cache_scaling_factor
-    if factor is None:
-        return 1.0
-    if not factor.is_inited():
+    if factor is None or not factor.is_inited():
         raise ConfigError(
             f"The checkpoint has no kv_cache_scaling_factor for layer {layer}, which scores of its quantised KV cache "
             "need. Quantise it again with calibration, or build from a checkpoint with weights."

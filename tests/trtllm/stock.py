@@ -160,6 +160,7 @@ class Stock:
         biases = [self._share(each.bias, count * width) for each, count in parts if each.bias is not None]
         norms = {"q_layernorm": own.q_norm, "k_layernorm": own.k_norm} if hasattr(own, "q_norm") else {}
         enumeration = "tensorrt_llm.functional."
+        scaling = config.rope_parameters["rope_type"].replace("default", "none")
         return self.made(
             "tensorrt_llm.layers.attention.Attention",
             local_layer_idx=layer,
@@ -168,7 +169,8 @@ class Stock:
             attention_head_size=width,
             q_scaling=1.0,
             position_embedding_type=names[f"{enumeration}PositionEmbeddingType"].rope_gpt_neox,  # type: ignore[attr-defined]
-            rotary_embedding_scale_type=names[f"{enumeration}RotaryScalingType"].none,  # type: ignore[attr-defined]
+            rotary_embedding_scale_type=getattr(names[f"{enumeration}RotaryScalingType"], scaling),
+            rotary_embedding_scale=4.0 if scaling == "llama3" else 1.0,
             attention_mask_type=names[f"{enumeration}AttentionMaskType"].causal,  # type: ignore[attr-defined]
             rotary_embedding_dim=width,
             use_logn_scaling=False,
@@ -409,6 +411,7 @@ class Stock:
             q_scaling=attention.q_scaling,
             rotary_embedding_dim=attention.rotary_embedding_dim,
             rotary_embedding_scale_type=attention.rotary_embedding_scale_type,
+            rotary_embedding_scale=attention.rotary_embedding_scale,
             position_embedding_type=attention.position_embedding_type,
             rotary_inv_freq=params.rotary_inv_freq,
             rotary_cos_sin=params.embed_positions_for_gpt_attention,

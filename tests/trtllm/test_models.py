@@ -314,9 +314,19 @@ def test_a_quantised_cache_gives_its_factor_to_the_plugin(trt, tensorrt_10, monk
         fields = [layer.plugin.fields for layer in built.stock.opaque.added if layer.name]
         assert [(each["key_scale"][0], each["value_scale"][0]) for each in fields] == [(0.25, 0.25), (1.25, 1.25)]
         assert bytes_of(fields[0])["cache"] == {"FP8": b"fp8e4m3", "INT8": b"int8"}[algorithm]
-        without = built.stock.fakes["tensorrt_llm.parameter.Parameter"](value=None)
-        with pytest.raises(ConfigError, match="no kv_cache_scaling_factor for layer 1.*calibration"):
-            importlib.import_module(MODULES[1]).cache_scale(1, SimpleNamespace(kv_cache_scaling_factor=without))
+        assert built.stock.fakes.unverified == {"tensorrt_llm.parameter.Parameter.is_inited"}
+
+
+def test_a_quantised_cache_without_a_factor_is_refused(trt, tensorrt_10, monkeypatch):
+    built = Built(trt, tensorrt_10, "llama", quantization={"kv_cache_quant_algo": "FP8"})
+    with built.imported(monkeypatch) as models:
+        model = built.construct(models)
+        inputs = model.prepare_inputs(**prepare())
+        with pytest.raises(ConfigError, match="no kv_cache_scaling_factor for layer 0.*calibration"):
+            model(**inputs)
+        empty = built.stock.fakes["tensorrt_llm.parameter.Parameter"](value=None)
+        with pytest.raises(ConfigError, match="layer 7"):
+            importlib.import_module(MODULES[1]).cache_scale(7, SimpleNamespace(kv_cache_scaling_factor=empty))
 
 
 @pytest.mark.parametrize("name", ["llama_bias_rope", "qwen3"])
