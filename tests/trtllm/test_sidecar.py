@@ -151,6 +151,9 @@ def test_a_build_that_saves_nothing_leaves_the_sidecar(engine: Path) -> None:
     with withdrawn(engine):
         assert not (engine / FILE).exists()
     assert (engine / FILE).read_bytes() == before
+    with withdrawn(engine):
+        EngineSidecar.write(engine, SETTINGS, {"tensorrt": "10.15"})
+    assert EngineSidecar.read(engine).versions["tensorrt"] == "10.15", "the new one is not undone"
 
 
 def test_a_build_that_fails_leaves_the_sidecar_only_of_an_engine_that_it_did_not_touch(engine: Path) -> None:
