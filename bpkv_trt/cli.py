@@ -9,7 +9,7 @@ try:
     from collections.abc import Callable, Sequence
     from dataclasses import replace
     from pathlib import Path
-    from typing import Any, NoReturn
+    from typing import Any
 
     from rich.console import Console
 
@@ -21,6 +21,7 @@ try:
     from bpkv_trt.errors import BpkvError, ConfigError, InputError
     from bpkv_trt.options import (
         MODEL_HELP,
+        CommandParser,
         add_config_options,
         add_placement_options,
         config_from,
@@ -35,16 +36,8 @@ except KeyboardInterrupt:  # they take a while where the machine is busy
     sys.exit(130)
 
 
-class _Parser(argparse.ArgumentParser):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options, allow_abbrev=False)  # a new option must not change what an old script means
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; `{self.prog} --help` lists the options.")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="bpkv", description="Behavior-preserving KV-cache compression.")
+    parser = CommandParser(prog="bpkv", description="Behavior-preserving KV-cache compression.")
     parser.add_argument("--version", action="version", version=f"bpkv {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_generate(commands.add_parser("generate", help="run a long prompt, compact its cache, generate"))

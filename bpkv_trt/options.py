@@ -1,9 +1,10 @@
 """Options that commands share: of BpkvConfig, of where a model runs, and what is refused before it is loaded."""
 
 import argparse
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NoReturn
 
 from pydantic.fields import FieldInfo
 
@@ -12,6 +13,16 @@ from bpkv_trt.errors import BpkvError, ConfigError
 from bpkv_trt.score_table import ScoreTable
 
 MODEL_HELP = "Hugging Face directory or id, GGUF file, smollm2 or gemma3-270m"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Refuses in words of ours, and takes no abbreviations: a new option must not change what an old script means."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; `{self.prog} --help` lists the options.")
 
 
 def file_path(text: str) -> Path:
@@ -30,18 +41,25 @@ def add_placement_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def add_config_options(group: argparse._ArgumentGroup, without: Collection[str] = ()) -> None:
-    """`--config` and one option for every field of BpkvConfig.
+def add_config_options(
+    group: argparse._ArgumentGroup,
+    without: Collection[str] = (),
+    spelt: Callable[[str], Sequence[str]] = lambda name: ["--" + name.replace("_", "-")],
+) -> None:
+    """`--config` and one option for every field of BpkvConfig, `spelt` as a command spells them.
 
     Validated by BpkvConfig, so that a command line and a YAML file are refused in the same words.
     """
     group.add_argument(
-        "--config", type=file_path, metavar="YAML", help="a file with these options; those given here win"
+        *spelt("config"),
+        dest="config",
+        type=file_path,
+        metavar="YAML",
+        help="a file with these options; those given here win",
     )
     for name, field in BpkvConfig.model_fields.items():
         if name not in without:
-            flag = "--" + name.replace("_", "-")
-            group.add_argument(flag, dest=name, help=_help(field), metavar="X", default=argparse.SUPPRESS)
+            group.add_argument(*spelt(name), dest=name, help=_help(field), metavar="X", default=argparse.SUPPRESS)
 
 
 def _help(field: FieldInfo) -> str:

@@ -185,6 +185,16 @@ class Value:
         layer.axis = 1
         return self.graph.value(layer.get_output(0))
 
+    def part(self, start: int, count: int, axis: int) -> Value:
+        """`count` slices of a dimension, from `start` on; other dimensions may be known at run time alone."""
+        network, rank = self.graph.network, len(self.shape)
+        chosen = np.arange(rank) == axis
+        sizes = self.graph.output("shape", network.add_shape(self.tensor))
+        size = sizes * self.graph.constant((~chosen).astype(np.int64)) + self.graph.constant(chosen * np.int64(count))
+        layer = network.add_slice(self.tensor, tuple(map(int, chosen * start)), (0,) * rank, (1,) * rank)
+        layer.set_input(2, size.tensor)
+        return self.graph.output("slice", layer)
+
     def matmul(self, other: Value, *, transpose: bool = False) -> Value:
         """[M, d] @ [d, N], or @ [N, d] transposed; both of one type, which the product has."""
         none, transposed = self.graph.trt.MatrixOperation.NONE, self.graph.trt.MatrixOperation.TRANSPOSE

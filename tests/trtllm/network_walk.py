@@ -39,6 +39,7 @@ class NetworkWalk:
             trt.float16: torch.float16,
             trt.bfloat16: torch.bfloat16,
             trt.int32: torch.int32,
+            trt.int64: torch.int64,
             trt.bool: torch.bool,
         }
         self.feed = feed
@@ -68,7 +69,8 @@ class NetworkWalk:
         evaluate = getattr(self, f"_{kind}", None)
         if evaluate is None:
             raise NotImplementedError(f"{layer.name} is a {kind} layer, which this walk does not know")
-        inputs = [self[layer.get_input(index)] for index in range(layer.num_inputs)]
+        given = [layer.get_input(index) for index in range(layer.num_inputs)]
+        inputs = [None if tensor is None else self[tensor] for tensor in given]
         results = evaluate(layer, *inputs)
         for index, result in enumerate(results if isinstance(results, tuple) else (results,)):
             tensor = layer.get_output(index)
@@ -135,6 +137,19 @@ class NetworkWalk:
         assert layer.mode == self.trt.GatherMode.DEFAULT and layer.num_elementwise_dims == 0
         taken = x.index_select(layer.axis, indices.flatten().long())
         return taken.reshape(*x.shape[: layer.axis], *indices.shape, *x.shape[layer.axis + 1 :])
+
+    def _shape(self, layer: Any, x: Tensor) -> Tensor:
+        return torch.tensor(x.shape)
+
+    def _slice(self, layer: Any, x: Tensor, start: None, sizes: Tensor) -> Tensor:
+        layer = self._cast_to(layer, "ISliceLayer")
+        assert start is None and tuple(layer.stride) == (1,) * x.dim()
+        for axis, (first, size) in enumerate(zip(layer.start, sizes.tolist(), strict=True)):
+            x = x.narrow(axis, first, size)
+        return x
+
+    def _identity(self, layer: Any, x: Tensor) -> Tensor:
+        return x
 
     def _concatenation(self, layer: Any, *parts: Tensor) -> Tensor:
         return torch.cat(parts, self._cast_to(layer, "IConcatenationLayer").axis)

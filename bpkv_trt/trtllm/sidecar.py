@@ -1,0 +1,164 @@
+"""What lies beside an engine with BP-KV in it: what it was built with, and whether it still is that engine."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bpkv_trt.documents import library_versions, write_json
+from bpkv_trt.errors import BpkvError, ConfigError, InputError, quoted
+from bpkv_trt.input_file import read_file
+from bpkv_trt.trtllm.plugin_library import ABI, PluginLibrary
+from bpkv_trt.trtllm.settings import EngineSettings
+
+FILE, CONFIG = "bpkv_config.json", "config.json"
+SCHEMA_VERSION = 1
+LARGEST = 1 << 26  # bytes of a sidecar, or of an engine's config.json
+BUILD = "build the engine with `bpkv-trtllm-build --plugin bpkv`"
+
+
+@dataclass(frozen=True)
+class EngineSidecar:
+    """A sidecar that belongs to the engine beside it."""
+
+    settings: EngineSettings
+    versions: dict[str, str]  # of what built it
+
+    @classmethod
+    def write(cls, engine: Path, settings: EngineSettings, versions: Mapping[str, str]) -> "EngineSidecar":
+        """Describe the engine that was just built in this folder. versions: of what no package's metadata tells.
+
+        Raises InputError where the engine is not whole or nothing can be written, BpkvError where it was not built with
+        these settings.
+        """
+        pretrained = _pretrained(_config_of(engine))
+        if pretrained.get("bpkv") != settings.document():
+            raise BpkvError(f"The engine in {engine} was not built with these settings; {BUILD} again.")
+        ranks = pretrained.get("mapping", {}).get("world_size", 1)
+        sidecar = cls(settings, library_versions() | dict(versions))
+        content = {
+            "schema_version": SCHEMA_VERSION,
+            "versions": sidecar.versions,
+            "settings": settings.document(),
+            "engine": _measured(engine, [CONFIG, *(f"rank{rank}.engine" for rank in range(ranks))]),
+        }
+        write_json(engine / FILE, {**content, "checksum": _checksum(content)})
+        return sidecar
+
+    @classmethod
+    def read(cls, engine: Path) -> "EngineSidecar":
+        """That of the engine in a folder.
+
+        Raises InputError where there is none, where it or the engine was changed since, and ConfigError where another
+        version of bpkv wrote it.
+        """
+        path = engine / FILE
+        pretrained = _pretrained(_config_of(engine))
+        if not path.exists():
+            raise InputError(
+                f"The engine in {engine} was built with BP-KV, and its {FILE} is missing: copy all files of its folder."
+                if "bpkv" in pretrained
+                else f"The engine in {engine} was built without BP-KV: it has no {FILE}. To compact, {BUILD}."
+            )
+        content = _object(read_file(path, LARGEST, "engine's sidecar", "--engine-dir"), path)
+        if (version := content.get("schema_version")) != SCHEMA_VERSION:
+            raise ConfigError(
+                f"The engine's sidecar {path} is of version {quoted(version)}, and this version of bpkv reads "
+                f"{SCHEMA_VERSION}: build the engine again, or install the bpkv that built it."
+            )
+        if content.pop("checksum", None) != _checksum(content):
+            raise InputError(
+                f"The engine's sidecar {path} was edited or is damaged: its checksum does not fit. It tells what is "
+                f"compiled into the engine, so {BUILD} again for anything else; other options are the runtime's."
+            )
+        settings = EngineSettings.from_document(content["settings"], str(path))
+        if settings.plugin_abi != ABI:
+            raise ConfigError(
+                f"The engine in {engine} was built with a plugin of interface {settings.plugin_abi}, and this version "
+                f"of bpkv speaks {ABI}: build the engine again, or install the bpkv that built it."
+            )
+        measured = _measured(engine, content["engine"])
+        if changed := [name for name, each in content["engine"].items() if measured[name] != each]:
+            raise InputError(
+                f"The engine in {engine} is not the one that its {FILE} was written for: {', '.join(changed)} changed "
+                f"since. Copy all files of one build, or {BUILD} again."
+            )
+        if pretrained.get("bpkv") != content["settings"]:
+            raise InputError(
+                f"The engine in {engine} and its {FILE} have different settings, so that one of them is of another "
+                f"build: copy all files of one build, or {BUILD} again."
+            )
+        return cls(settings, content["versions"])
+
+    def check_library(self, library: PluginLibrary) -> None:
+        """Raises ConfigError for another plugin library than the one that the engine was built with."""
+        built, found = self.settings.plugin_sha256, library.sidecar.sha256
+        if built != found:
+            raise ConfigError(
+                f"The engine was built with another plugin library (SHA-256 {built[:16]}...) than {library.path} "
+                f"({found[:16]}...): give that one to --plugin-lib, or build the engine again with this one."
+            )
+
+
+@contextmanager
+def withdrawn(engine: Path) -> Iterator[None]:
+    """Around a build into a folder: an earlier engine's sidecar is taken away, since its engine may be overwritten.
+
+    It comes back where the build did not touch that engine; one that fails leaves none of its own.
+    """
+    path = engine / FILE
+    content, before = path.read_bytes() if path.is_file() else None, _stamps(engine)
+    path.unlink(missing_ok=True)
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        if content is not None and not path.exists() and _stamps(engine) == before:
+            path.write_bytes(content)
+
+
+def _stamps(engine: Path) -> dict[str, tuple[int, int]]:
+    files = [path for path in engine.glob("*") if path.name == CONFIG or path.suffix == ".engine"]
+    return {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+
+
+def _config_of(engine: Path) -> bytes:
+    return read_file(engine / CONFIG, LARGEST, "engine's configuration", "--engine-dir")
+
+
+def _object(content: bytes, path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise InputError(f"{path} is no JSON object, so it is damaged; copy it again, or {BUILD} again.")
+    return found
+
+
+def _pretrained(config: bytes) -> dict[str, Any]:
+    found = _object(config, Path(CONFIG)).get("pretrained_config")
+    return found if isinstance(found, dict) else {}
+
+
+def _measured(engine: Path, names: Iterable[str]) -> dict[str, Any]:
+    """What tells one engine from another: its configuration's SHA-256, and the bytes of each rank's file.
+
+    Engines are not hashed, which would take as long as loading them.
+    """
+    measured: dict[str, Any] = {}
+    for name in names:
+        path = engine / name
+        if not path.is_file():
+            raise InputError(f"The engine in {engine} lacks {name}: copy all files of one build, or {BUILD} again.")
+        measured[name] = hashlib.sha256(path.read_bytes()).hexdigest() if name == CONFIG else path.stat().st_size
+    return measured
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
