@@ -474,9 +474,12 @@ def test_steps_that_nothing_can_be_compacted_between_are_refused(trt, tensorrt_1
         ({"quantization": {"quant_algo": "W8A8_SQ_PER_CHANNEL"}}, "W8A8_SQ_PER_CHANNEL"),
     ],
 )
-def test_a_checkpoint_that_is_not_covered_is_refused(trt, tensorrt_10, monkeypatch, changes, words):
-    with pytest.raises(ModelError, match=words):
-        Built(trt, tensorrt_10, "llama", **changes).build(monkeypatch)
+def test_a_checkpoint_that_is_not_covered_is_refused_before_its_weights_are_read(
+    trt, tensorrt_10, monkeypatch, changes, words
+):
+    built = Built(trt, tensorrt_10, "llama", **changes)
+    with built.imported(monkeypatch) as models, pytest.raises(ModelError, match=words):
+        built.construct(models)
 
 
 @pytest.mark.parametrize("size", ["pp_size", "cp_size"])
@@ -484,8 +487,8 @@ def test_pipeline_and_context_parallelism_are_refused(trt, tensorrt_10, monkeypa
     built = Built(trt, tensorrt_10, "llama")
     mapping = built.stock.fakes["tensorrt_llm.mapping.Mapping"]
     built.changes["mapping"] = mapping(world_size=2, **{size: 2})
-    with pytest.raises(ModelError, match=f"{size} 2.*tensor parallelism"):
-        built.build(monkeypatch)
+    with built.imported(monkeypatch) as models, pytest.raises(ModelError, match=f"{size} 2.*tensor parallelism"):
+        built.construct(models)
 
 
 def test_a_forward_pass_that_goes_by_other_ways_is_an_error(trt, tensorrt_10, monkeypatch):

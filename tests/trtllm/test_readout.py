@@ -203,8 +203,8 @@ def test_padding_of_the_head_may_hold_anything(trt):
 
 def test_the_walk_refuses_a_layer_that_it_does_not_know(trt):
     network = ReadoutNetwork(trt, example_model(), 7)
-    unknown = network.network.add_identity(network.readout.p)
-    with pytest.raises(NotImplementedError, match="identity layer"):
+    unknown = network.network.add_padding_nd(network.input("image", torch.ones(1, 2, 3, 4)), (1, 1), (0, 0))
+    with pytest.raises(NotImplementedError, match="padding layer"):
         network.walk()[unknown.get_output(0)]
 
 
