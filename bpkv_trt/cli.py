@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_layer_table(commands.add_parser("layer-table", help=table))
     doctor = commands.add_parser("doctor", help="what of this machine can be used, and what to do about the rest")
     doctor.add_argument("--json", type=file_path, metavar="OUT", help="also write the findings there")
+    doctor.add_argument("--engine-dir", type=file_path, metavar="DIR", help="also look at the engine in this folder")
     doctor.set_defaults(run=_doctor)
     return parser
 
@@ -140,7 +141,7 @@ def _layer_table(options: argparse.Namespace) -> None:
 def _doctor(options: argparse.Namespace) -> None:
     if options.json is not None:
         check_destination(options.json)
-    findings = examine()
+    findings = examine(options.engine_dir)
     found = [vars(finding) for finding in findings]
     content = {"schema_version": SCHEMA_VERSION, "versions": library_versions(), "findings": found}
     _deliver(lambda: print_findings(findings, Console()), options.json, content)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
@@ -46,8 +47,8 @@ class Finding:
     advice: str = ""
 
 
-def examine() -> list[Finding]:
-    """Look at everything; takes as long as the slowest package takes to import."""
+def examine(engine: Path | None = None) -> list[Finding]:
+    """Look at everything, and at an engine's folder if one is named; as long as the slowest package takes to import."""
     checks: list[Callable[[], Finding]] = [
         _python,
         _memory,
@@ -88,6 +89,8 @@ def examine() -> list[Finding]:
         ),
         _tritonserver,
     ]
+    if engine is not None:
+        checks.append(partial(engine_finding, engine))
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         return list(pool.map(lambda check: check(), checks))
 
@@ -201,6 +204,34 @@ def _plugin_library() -> Finding:
     built = f"for TensorRT {library.sidecar.tensorrt}, targets {', '.join(library.sidecar.targets)}"
     snippet = f"import ctypes; ctypes.CDLL({str(library.path)!r}); print({f'{library.path}, {built}'!r})"
     return _probe(name, advice, sys.executable, "-c", snippet)
+
+
+def engine_finding(folder: Path) -> Finding:
+    """Whether the engine is the one that its sidecar tells of, and goes with the plugin library and TensorRT here."""
+    name = "engine"
+    try:
+        from bpkv_trt.trtllm.plugin_library import PluginLibrary
+        from bpkv_trt.trtllm.sidecar import EngineSidecar
+
+        sidecar = EngineSidecar.read(folder)
+        sidecar.check_library(PluginLibrary.find())
+    except ImportError as error:
+        return Finding(name, "broken", f"cannot be looked at without {error.name}", "pip install 'bpkv-trt[kernels]'")
+    except BpkvError as error:
+        return Finding(name, "broken", str(error))
+    differing = []
+    for package in ("tensorrt", "tensorrt_llm"):
+        built = sidecar.versions.get(package)
+        try:
+            if built is not None and version(package) != built:
+                differing.append(f"{package} {built}, here {version(package)}")
+        except PackageNotFoundError:
+            differing.append(f"{package} {built}, and here is none")
+    if differing:
+        return Finding(
+            name, "broken", f"built with {'; '.join(differing)}", "run it where it was built, or build it again"
+        )
+    return Finding(name, "ok", f"{folder}, kernels for {', '.join(sidecar.settings.targets)}")
 
 
 def _build_tools() -> Finding:

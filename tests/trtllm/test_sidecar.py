@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bpkv_trt import __version__
+from bpkv_trt import __version__, doctor
 from bpkv_trt.config import BpkvConfig
+from bpkv_trt.doctor import engine_finding
 from bpkv_trt.errors import BpkvError, ConfigError, InputError
 from bpkv_trt.trtllm import sidecar
 from bpkv_trt.trtllm.plugin_library import PluginLibrary, Sidecar
@@ -180,3 +181,26 @@ def test_the_interface_is_the_plugins(monkeypatch: pytest.MonkeyPatch, engine: P
     monkeypatch.setattr(sidecar, "ABI", 2)
     with pytest.raises(ConfigError, match="a plugin of interface 1, and this version of bpkv speaks 2"):
         EngineSidecar.read(engine)
+
+
+def test_the_doctor_tells_whether_an_engine_goes_with_what_is_here(
+    tmp_path: Path, engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tmp_path / "libbpkv_plugin.so"
+    library.write_bytes(b"library")
+    sha256 = hashlib.sha256(b"library").hexdigest()
+    told = {"schema_version": 1, "sha256": sha256, "abi": 1, "tensorrt": "10.14.1", "targets": ["90a"]}
+    library.with_suffix(".json").write_text(json.dumps(told))
+    monkeypatch.setenv("BPKV_PLUGIN_PATH", str(library))
+    finding = engine_finding(engine)
+    assert finding.status == "broken" and "was built with another plugin library" in finding.detail
+
+    settings = SETTINGS.model_copy(update={"plugin_sha256": sha256})
+    EngineSidecar.write(save_engine(engine, settings.document()), settings, VERSIONS)
+    monkeypatch.setattr(doctor, "version", {"tensorrt": "10.14.1", "tensorrt_llm": "1.1.0"}.get)
+    finding = engine_finding(engine)
+    assert finding.status == "broken" and finding.detail == "built with tensorrt_llm 1.2.1, here 1.1.0"
+    monkeypatch.setattr(doctor, "version", VERSIONS.get)
+    finding = engine_finding(engine)
+    assert finding.status == "ok" and "kernels for 90a" in finding.detail
+    assert "does not exist" in engine_finding(tmp_path / "nothing").detail
