@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,7 +25,7 @@ from triton.language import constexpr
 from triton.runtime import JITFunction
 
 from bpkv_trt.documents import write_json
-from bpkv_trt.errors import ConfigError
+from bpkv_trt.errors import BpkvError, ConfigError
 from bpkv_trt.kernels.launch import Launch
 
 TARGETS = {"80": 80, "86": 86, "89": 89, "90a": 90, "100a": 100, "120a": 120}  # by Triton's compute capability
@@ -160,6 +161,12 @@ def compile_all(
             cubin = future.result()
             done[cubin.file] = cubin
             yield cubin
+    except BrokenProcessPool:
+        raise BpkvError(
+            "The processes that compile kernels ended before they were done: for want of memory, or because the script "
+            'that asked for them does so outside `if __name__ == "__main__":`, which each of them runs again. Put it '
+            "there, or compile with fewer jobs."
+        ) from None
     finally:
         executor.shutdown(cancel_futures=True)
     manifest = {

@@ -7,9 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bpkv_trt.errors import BpkvError, ConfigError
+from bpkv_trt.kernels.arguments import expect_finite, expect_int
 from bpkv_trt.kernels.paged import CacheType
 from bpkv_trt.trtllm.plugin_library import ABI, NAME, NAMESPACE, VERSION
 from bpkv_trt.trtllm.score_kernels import ScoreKernels
+
+MOST = 2**30 - 1  # layers, pools: the plugin counts in int32
 
 
 class ScoreInputs(NamedTuple):
@@ -61,9 +64,14 @@ class ScorePlugin:
 
         T is what the longest table of blocks can hold; past a sequence's length scores are 0. layer_in_pool: among the
         layers of this pool. scale: of q.k in the attention's softmax; key_scale, value_scale: what a number of the pool
-        is multiplied by. Raises BpkvError where the plugin or TensorRT refuses, which a line of the log explains.
+        is multiplied by. Raises TypeError or ValueError for numbers that do not fit, BpkvError where the plugin or
+        TensorRT refuses, which a line of the log explains.
         """
         configuration = self.kernels.configuration
+        for what, index in (("layer_in_pool", layer_in_pool), ("pool", pool)):
+            expect_int(what, index, 0, MOST)
+        for what, factor in (("scale", scale), ("key_scale", key_scale), ("value_scale", value_scale)):
+            expect_finite(what, factor)
         numbers = {
             "abi": ABI,
             "layer_in_pool": layer_in_pool,

@@ -54,7 +54,7 @@ class PluginLibrary:
                 f"The plugin library {path} has interface {sidecar.abi}, and this version of bpkv speaks {ABI}; "
                 f"{BUILD} from this version's sources."
             )
-        if hashlib.sha256(path.read_bytes()).hexdigest() != sidecar.sha256:
+        if _sha256(path) != sidecar.sha256:
             raise InputError(
                 f"The plugin library {path} is not the one that its sidecar {sidecar_of(path).name} was written for: "
                 f"one of them was changed or is damaged; {BUILD} again."
@@ -99,20 +99,32 @@ class PluginLibrary:
 
 
 def locate(chosen: Path | None = None) -> Path:
-    """Where the library is, as `PluginLibrary.find` looks for it; InputError where it is nowhere."""
+    """The absolute path of the library, as `PluginLibrary.find` looks for it; InputError where it is nowhere."""
     variable = os.environ.get(VARIABLE)
     if chosen is not None or variable:
         path, by = (chosen, "--plugin-lib") if chosen is not None else (Path(str(variable)), VARIABLE)
+        path = path.expanduser()
+        if path.is_dir():
+            raise InputError(f"The plugin library {path} given by {by} is a folder; name the file {FILE} in it.")
         if not path.is_file():
             raise InputError(f"The plugin library {path} given by {by} does not exist; check the path, or {BUILD}.")
-        return path
+        return path.resolve()  # the sidecar is beside the file itself, and the loader looks elsewhere for a bare name
     for folder in (PACKAGE, PACKAGE.parent / "out" / "plugin"):
         if (folder / FILE).is_file():
-            return folder / FILE
+            return (folder / FILE).resolve()
     raise InputError(
         f"The plugin library {FILE} is not in the package; {BUILD} and set {VARIABLE} to its path, or give it to "
         "--plugin-lib."
     )
+
+
+def _sha256(library: Path) -> str:
+    try:
+        return hashlib.sha256(library.read_bytes()).hexdigest()
+    except OSError as error:
+        raise InputError(
+            f"The plugin library {library} cannot be read ({error.strerror}); check its permissions."
+        ) from None
 
 
 def sidecar_of(library: Path) -> Path:

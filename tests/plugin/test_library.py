@@ -61,6 +61,20 @@ def test_what_was_named_and_is_missing_is_not_replaced_by_another(
         bpkv_trt.get_library_path()
 
 
+def test_a_name_is_followed_to_the_file_that_has_a_sidecar(
+    nowhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = library(tmp_path / "real")
+    link = tmp_path / "link.so"
+    link.symlink_to(path)
+    assert PluginLibrary.find(link).path == path
+    monkeypatch.chdir(path.parent)
+    monkeypatch.setenv("BPKV_PLUGIN_PATH", FILE)
+    assert bpkv_trt.get_library_path() == path
+    with pytest.raises(InputError, match=f"given by --plugin-lib is a folder; name the file {FILE} in it"):
+        locate(path.parent)
+
+
 @pytest.mark.parametrize(
     "change, error, said",
     [

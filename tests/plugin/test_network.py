@@ -4,9 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from bpkv_trt.kernels.bundle import checksum
+from bpkv_trt.trtllm.plugin import ScorePlugin
+from bpkv_trt.trtllm.score_kernels import ScoreKernels
+from tests.plugin.configurations import FP32
 from tests.tensorrt_folder import tensorrt_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,8 +48,14 @@ class Layer:
 
 
 def collected(fields):
-    given.append({field.name: str(field.type).rpartition(".")[2] for field in fields})
+    given.append({field.name: (str(field.type).rpartition(".")[2], value_of(field)) for field in fields})
     return collection(fields)
+
+
+def value_of(field):
+    # Of text the bindings read the first letter back, as often as there are letters.
+    text = field.type in (trt.PluginFieldType.CHAR, trt.PluginFieldType.UNKNOWN)
+    return field.size if text else np.asarray(field.data).item()
 
 
 given, collection = [], trt.PluginFieldCollection
@@ -62,11 +73,14 @@ for _ in range(2):
 creator = trt.get_plugin_registry().get_creator("BpkvScore", "1", "bpkv")
 plugins = ScorePlugin(trt, Network(), kernels)
 outputs = [
-    plugins.add_layer(inputs, name=f"layer {layer}", layer_in_pool=layer, scale=0.25, value_scale=0.5)
+    plugins.add_layer(
+        inputs, name=f"layer {layer}", layer_in_pool=layer, pool=4 - layer, scale=0.25, key_scale=2.0, value_scale=0.5
+    )
     for layer in range(3)
 ]
+damaged = ScorePlugin(trt, Network(), ScoreKernels(FP32, ("80", "90a"), bundle[:-4]))
 try:
-    plugins.add_layer(inputs, name="bad", layer_in_pool=-1, scale=1.0)
+    damaged.add_layer(inputs, name="bad", layer_in_pool=0, scale=1.0)
 except BpkvError as error:
     messages.append(str(error))
 print(json.dumps({
@@ -105,13 +119,45 @@ def test_a_layer_takes_the_tensors_in_order_and_gives_one(report):
     assert report["outputs"] == [[0, f"layer {layer}"] for layer in range(3)]
 
 
-def test_the_first_layer_carries_the_kernels_and_only_it(report):
-    assert [("kernels" in fields) for fields in report["given"]] == [True, False, False, False]
-    for fields in report["given"]:
-        assert set(fields) | {"kernels"} == set(report["field_names"])
-        assert fields["scale"] == "FLOAT32" and fields["kernels_checksum"] == "INT64" and fields["cache"] == "CHAR"
+def test_the_first_layer_carries_the_kernels_and_every_layer_its_own_numbers(report, bundles):
+    for layer, fields in enumerate(report["given"][:3]):
+        numbers = {
+            "abi": 1,
+            "layer_in_pool": layer,
+            "pool": 4 - layer,
+            "query_heads": 4,
+            "kv_heads": 2,
+            "head_dim": 16,
+            "tokens_per_block": 16,
+            "top_k": 3,
+            "positions": 16,
+        }
+        expected = {name: ["INT32", number] for name, number in numbers.items()}
+        expected |= {"scale": ["FLOAT32", 0.25], "key_scale": ["FLOAT32", 2.0], "value_scale": ["FLOAT32", 0.5]}
+        expected |= {"cache": ["CHAR", len("fp32")], "activations": ["CHAR", len("fp32")]}
+        expected["kernels_checksum"] = ["INT64", checksum(bundles["fp32"])]
+        if layer == 0:
+            expected["kernels"] = ["UNKNOWN", len(bundles["fp32"])]
+        assert fields == expected and set(fields) | {"kernels"} == set(report["field_names"])
+
+
+@pytest.mark.parametrize(
+    "change, error, said",
+    [
+        ({"layer_in_pool": 1.7}, TypeError, "layer_in_pool is a float"),
+        ({"layer_in_pool": -1}, ValueError, "layer_in_pool is -1"),
+        ({"pool": 2**40}, ValueError, "pool is 1099511627776"),
+        ({"scale": float("nan")}, ValueError, "scale is nan"),
+        ({"key_scale": 1e39}, ValueError, "key_scale is 1e"),
+    ],
+    ids=str,
+)
+def test_numbers_that_a_layer_cannot_have(change, error, said):
+    plugin = ScorePlugin(ModuleType("tensorrt"), None, ScoreKernels(FP32, ("80",), b""))
+    with pytest.raises(error, match=said):
+        plugin.add_layer(None, name="layer", **{"layer_in_pool": 0, "scale": 1.0} | change)
 
 
 def test_what_the_plugin_refuses_is_an_error_with_a_line_that_says_why(report):
     assert "could not be added as bad" in report["messages"][1]
-    assert "bpkv: " in report["log"] and "layer_in_pool" in report["log"]
+    assert report["log"].startswith("bpkv: ") and "the kernels" in report["log"]
