@@ -129,12 +129,12 @@ command -v "$compiler" >/dev/null || command -v "${compiler%% *}" >/dev/null ||
 find_headers
 plugins=$(cd "$(dirname "${BASH_SOURCE[0]}")/../plugins" && pwd)
 work=$(mktemp -d)
-staged='' made=() # folders that were not there, the deepest first
-trap 'rm -rf "$work" ${staged:+"$staged"}; rmdir -- "${made[@]}" 2>/dev/null || true' EXIT # an empty one goes again
+staged='' made=() # folders that were not there, the deepest first: what stays empty of them goes again
+trap 'rm -rf "$work" ${staged:+"$staged"}; rmdir -- "${made[@]}" 2>/dev/null || true' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 for folder in "$plugins" "$tensorrt" "$cuda" "$nvtx" "$work"; do
-  if [[ $folder == *\;* ]]; then fail "'$folder' has a ';', at which CMake ends a path; move it, or rename its folder."; fi
+  [[ $folder != *\;* ]] || fail "'$folder' has a ';', at which CMake ends a path; move or rename that folder."
 done
 
 folder=$output

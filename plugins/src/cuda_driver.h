@@ -21,7 +21,7 @@ public:
     CUkernel kernel(CUlibrary library, char const* name) const;
     void allow_shared_bytes(CUkernel kernel, int device, int bytes) const;
 
-    /// Into the current context, rather than at the first launch; before CUDA 12.4 as far as a driver does it.
+    /// Into the current context, which CUDA may put off to the first launch. Drivers before 12.4 may still do so.
     void load_now(CUkernel kernel) const;
 
     struct Configuration {
