@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Build the TensorRT plugin: libbpkv_plugin.so and libbpkv_plugin.json. No GPU, and no TensorRT library, is needed.
 set -euo pipefail
+unset CDPATH # with it, cd prints, and may go elsewhere
 
 usage() {
   cat <<'END'
@@ -115,32 +116,40 @@ if [[ -n $only_options ]]; then
   printf '%q\n' "${cmake_options[@]}"
   exit
 fi
-[[ -n $output ]] || fail "--output is missing; name the folder for the library, such as --output build/plugin."
+[[ -n $output ]] || fail "--output is missing; name the folder for the library, such as --output out/plugin."
 case $build_type in
   Release | RelWithDebInfo | MinSizeRel | Debug) ;;
   *) fail "--build-type is '$build_type'; give Release, RelWithDebInfo, MinSizeRel or Debug." ;;
 esac
 [[ $jobs =~ ^[1-9][0-9]*$ ]] || fail "--jobs is '$jobs'; give a number from 1."
 command -v cmake >/dev/null || fail "cmake is not found; install cmake 3.22 or later, for example: pip install cmake"
-command -v "${CXX:-c++}" >/dev/null ||
-  fail "the C++ compiler '${CXX:-c++}' is not found; install g++ 9 or later, or set CXX to a C++17 compiler."
+compiler=${CXX:-c++} # may have arguments, as in "ccache g++", which CMake takes from CXX too
+command -v "$compiler" >/dev/null || command -v "${compiler%% *}" >/dev/null ||
+  fail "the C++ compiler '$compiler' is not found; install g++ 9 or later, or set CXX to a C++17 compiler."
 find_headers
-
-mkdir -p "$output" 2>/dev/null || fail "the output '$output' is no folder that can be made; name another."
-output=$(cd "$output" && pwd)
+plugins=$(cd "$(dirname "${BASH_SOURCE[0]}")/../plugins" && pwd)
 work=$(mktemp -d)
-staged=$(mktemp -d "$output/.bpkv_plugin.XXXXXX" 2>/dev/null) || {
-  rmdir "$work"
-  fail "the output '$output' cannot be written to; name another folder, or change its permissions."
-}
-trap 'rm -rf "$work" "$staged"' EXIT
+staged='' made=() # folders that were not there, the deepest first: what stays empty of them goes again
+trap 'rm -rf "$work" ${staged:+"$staged"}; rmdir -- "${made[@]}" 2>/dev/null || true' EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
+for folder in "$plugins" "$tensorrt" "$cuda" "$nvtx" "$work"; do
+  [[ $folder != *\;* ]] || fail "'$folder' has a ';', at which CMake ends a path; move or rename that folder."
+done
+
+folder=$output
+while [[ ! -e $folder ]]; do
+  made+=("$folder")
+  folder=$(dirname -- "$folder")
+done
+mkdir -p -- "$output" 2>/dev/null || fail "the output '$output' is no folder that can be made; name another."
+output=$(cd -- "$output" && pwd)
+staged=$(mktemp -d "$output/.bpkv_plugin.XXXXXX" 2>/dev/null) ||
+  fail "the output '$output' cannot be written to; name another folder, or change its permissions."
 
 echo "TensorRT headers: $tensorrt"
 echo "CUDA headers: $cuda"
 echo "NVTX headers: $nvtx"
-plugins=$(cd "$(dirname "${BASH_SOURCE[0]}")/../plugins" && pwd)
 if ! {
   cmake -S "$plugins" -B "$work" "-DCMAKE_BUILD_TYPE=$build_type" "${cmake_options[@]}" &&
     cmake --build "$work" --parallel "$jobs" --target bpkv_plugin

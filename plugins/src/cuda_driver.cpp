@@ -11,8 +11,13 @@ namespace {
 constexpr char const* file = "libcuda.so.1";
 
 template <typename Function>
-void find(void* library, char const* name, Function& function) {
+void find_optional(void* library, char const* name, Function& function) {
     function = reinterpret_cast<Function>(dlsym(library, name));
+}
+
+template <typename Function>
+void find(void* library, char const* name, Function& function) {
+    find_optional(library, name, function);
     if (function != nullptr) return;
     throw Refusal("CUDA's driver has no ", name, "; install a driver for CUDA 12 or later.");
 }
@@ -35,6 +40,8 @@ CudaDriver CudaDriver::open() {
     find(library, "cuLibraryUnload", driver.unload_);
     find(library, "cuLibraryGetKernel", driver.kernel_);
     find(library, "cuKernelSetAttribute", driver.set_attribute_);
+    find(library, "cuKernelGetFunction", driver.function_);
+    find_optional(library, "cuFuncLoad", driver.load_function_);
     find(library, "cuLaunchKernel", driver.launch_);
     driver.expect_success(driver.init_(0), "cuInit");
     return driver;
@@ -75,6 +82,12 @@ CUkernel CudaDriver::kernel(CUlibrary library, char const* name) const {
 void CudaDriver::allow_shared_bytes(CUkernel kernel, int device, int bytes) const {
     expect_success(set_attribute_(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes, kernel, device),
                    "cuKernelSetAttribute");
+}
+
+void CudaDriver::load_now(CUkernel kernel) const {
+    CUfunction function = nullptr;
+    expect_success(function_(&function, kernel), "cuKernelGetFunction");
+    if (load_function_ != nullptr) expect_success(load_function_(function), "cuFuncLoad");
 }
 
 void CudaDriver::launch(CUkernel kernel, Configuration const& c, CUstream stream, void** parameters) const {

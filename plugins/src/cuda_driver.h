@@ -21,6 +21,9 @@ public:
     CUkernel kernel(CUlibrary library, char const* name) const;
     void allow_shared_bytes(CUkernel kernel, int device, int bytes) const;
 
+    /// Into the current context, which CUDA may put off to the first launch. Drivers before 12.4 may still do so.
+    void load_now(CUkernel kernel) const;
+
     struct Configuration {
         unsigned grid_x, grid_y, grid_z;
         unsigned threads;
@@ -40,6 +43,8 @@ private:
     decltype(&cuLibraryUnload) unload_ = nullptr;
     decltype(&cuLibraryGetKernel) kernel_ = nullptr;
     decltype(&cuKernelSetAttribute) set_attribute_ = nullptr;
+    decltype(&cuKernelGetFunction) function_ = nullptr;
+    CUresult(CUDAAPI* load_function_)(CUfunction) = nullptr;  // cuFuncLoad, null before CUDA 12.4
     decltype(&cuLaunchKernel) launch_ = nullptr;
 };
 

@@ -63,15 +63,25 @@ public:
             set_.push_back(name);
             geometry_.*member = value;
         } else if (geometry_.*member != value) {
-            throw Refusal("the kernels differ in ", name, " among each other; compile them for one model.");
+            refuse(name);
         }
+    }
+
+    /// A constant that no layer has a field for.
+    void agree(std::string_view value, char const* name) {
+        if (constants_.emplace(name, value).first->second != value) refuse(name);
     }
 
     Geometry const& get() const { return geometry_; }
 
 private:
+    [[noreturn]] static void refuse(char const* name) {
+        throw Refusal("the kernels differ in ", name, " among each other; compile them for one model.");
+    }
+
     Geometry geometry_;
     std::vector<std::string_view> set_;
+    std::map<std::string_view, std::string_view> constants_;
 };
 
 std::vector<Argument> read_arguments(BundleReader& reader, ScoreKernel kernel, AgreedGeometry& geometry) {
@@ -129,6 +139,8 @@ void read_constants(BundleReader& reader, Kernel& kernel, AgreedGeometry& geomet
     auto const cache = number_type(constants.text("CACHE"), static_cast<int>(number_type_names.size()));
     if (!cache) throw Refusal("the kernels read a cache of ", constants.text("CACHE"), " and", other_kernels);
     geometry.agree(&Geometry::cache, *cache, "cache");
+    geometry.agree(constants.text("SOFTCAP"), "SOFTCAP");
+    if (kernel.name == ScoreKernel::score_entries) geometry.agree(constants.text("PROBES"), "PROBES");
 }
 
 Kernel read_kernel(BundleReader& reader, AgreedGeometry& geometry) {

@@ -33,7 +33,7 @@ void register_creator(ScoreCreator& creator, TensorRtProcess const& process) {
     if (registry.registerCreator(own, ScorePlugin::name_space)) return;
     if (registry.getCreator(ScorePlugin::name, ScorePlugin::version, ScorePlugin::name_space) == &own) return;
     throw Refusal("the registry of plugins refuses ", ScorePlugin::name, " in namespace ", ScorePlugin::name_space,
-                  "; another library may have registered that name: load only one.");
+                  "; a second copy of this library, or another library, may have registered that name: load only one.");
 }
 
 }  // namespace bpkv

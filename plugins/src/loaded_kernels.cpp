@@ -16,6 +16,7 @@ LoadedKernels::LoadedKernels(CudaDriver const& driver, int device, KernelBundle 
         if (kernel.shared_bytes > shared_bytes_without_asking) {
             driver.allow_shared_bytes(kernels_.back(), device, static_cast<int>(kernel.shared_bytes));
         }
+        driver.load_now(kernels_.back());
     }
 }
 

@@ -12,7 +12,8 @@ namespace bpkv {
 /// The kernels of a bundle on one device. They refer to the bundle, which must outlive them.
 class LoadedKernels {
 public:
-    /// Loads all of the device's target, so that no later call has to; raises Refusal where that fails.
+    /// Loads all of the device's target, so that no later call has to: CUDA itself would put it off to the first launch
+    /// of each kernel. Raises Refusal where that fails.
     LoadedKernels(CudaDriver const& driver, int device, KernelBundle const& bundle);
 
     TargetKernels const& target() const { return target_; }

@@ -27,10 +27,11 @@ IDimensionExpr const& expect(IDimensionExpr const* expression) {
 }  // namespace
 
 ScorePlugin::ScorePlugin(ScoreFields const& fields, std::shared_ptr<KernelSet> kernels, bool carries,
-                         std::shared_ptr<Services const> services)
+                         TensorRTPhase phase, std::shared_ptr<Services const> services)
     : fields_(fields),
       kernels_(std::move(kernels)),
       carries_(carries),
+      phase_(phase),
       services_(std::move(services)),
       label_(text("BpkvScore of layer ", fields.layer_in_pool, " in pool ", fields.pool)),
       serialized_(fields, carries ? std::optional(kernels_->bundle().bytes()) : std::nullopt) {
@@ -48,7 +49,7 @@ IPluginCapability* ScorePlugin::getCapabilityInterface(PluginCapabilityType type
 
 IPluginV3* ScorePlugin::clone() noexcept {
     return guarded<IPluginV3*>(services_->log, label_, nullptr,
-                               [&] { return new ScorePlugin(fields_, kernels_, carries_, services_); });
+                               [&] { return new ScorePlugin(fields_, kernels_, carries_, phase_, services_); });
 }
 
 std::int32_t ScorePlugin::getNbOutputs() const noexcept { return output_count; }
@@ -131,7 +132,8 @@ std::int32_t ScorePlugin::enqueue(PluginTensorDesc const* input_descs, PluginTen
                                   cudaStream_t stream) noexcept {
     return guarded(services_->log, label_, failure, [&] {
         auto const shape = ScoreShape::of(fields_, input_descs);
-        if (!shape.empty()) score(shape, inputs, outputs[0], workspace, stream);
+        bool const scores = phase_ == TensorRTPhase::kRUNTIME && !shape.empty();
+        if (scores) score(shape, inputs, outputs[0], workspace, stream);
         return success;
     });
 }

@@ -25,8 +25,10 @@ public:
     static constexpr char const* name_space = "bpkv";
 
     /// A layer that `carries` the kernels also serializes them. Raises Refusal if it does and they are for others.
+    ///
+    /// Only in the phase kRUNTIME does it score: a builder that measures its time gives tensors that mean nothing.
     ScorePlugin(ScoreFields const& fields, std::shared_ptr<KernelSet> kernels, bool carries,
-                std::shared_ptr<Services const> services);
+                nvinfer1::TensorRTPhase phase, std::shared_ptr<Services const> services);
 
     nvinfer1::IPluginCapability* getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept override;
     nvinfer1::IPluginV3* clone() noexcept override;
@@ -65,6 +67,7 @@ private:
     ScoreFields const fields_;
     std::shared_ptr<KernelSet> const kernels_;
     bool const carries_;
+    nvinfer1::TensorRTPhase const phase_;
     std::shared_ptr<Services const> const services_;
     std::string const label_;  // in log lines
     FieldsToSerialize const serialized_;

@@ -8,6 +8,7 @@ namespace bpkv {
 
 bool Target::runs_on(Capability device) const {
     if (major != device.major) return false;
+    // NVIDIA promises later minor versions for desktop devices only: on Tegra (8.7) the driver may refuse to load it.
     return exact ? minor == device.minor : minor <= device.minor;
 }
 

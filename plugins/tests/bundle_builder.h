@@ -147,7 +147,8 @@ inline Bundle bundle_for(Geometry const& model, std::vector<std::string> const& 
                            {"lse", "*fp32"}},
                           strides),
                      {{"longest", "i32"}, {"scale", "fp32"}, {"value_scale", "fp32"}, {"scores", "*fp32"}}),
-                with(with(cache, positions), {{"CHANNELS", number(model.top_k)}, {"TILE", number(tiles.score_tile)}}));
+                with(with(cache, positions),
+                     {{"CHANNELS", number(model.top_k)}, {"TILE", number(tiles.score_tile)}, {"PROBES", "False"}}));
         }
         add(target, "combined_log_sum_exp", 128, 0,
             {{"partials", "*fp32"}, {"splits", "i32"}, {"columns", "i32"}, {"result", "*fp32"}},

@@ -59,9 +59,9 @@ TEST(bundle, is_read_back_as_it_was_written) {
     CHECK_EQUAL(target.get(ScoreKernel::combined_log_sum_exp, 0).columns, 32);
 }
 
-TEST(bundle, may_have_other_constants_such_as_those_of_another_readout) {
+TEST(bundle, may_have_constants_that_launching_does_not_take) {
     auto made = whole();
-    for (auto& record : made.records) record.constant("PROBES") = "True";
+    for (auto& record : made.records) record.constant("OPERANDS") = "bf16";
     CHECK_EQUAL(refusal_of(made.bytes()), "");
 }
 
@@ -168,6 +168,35 @@ TEST(bundle, whose_kernels_differ_in_the_model_is_refused) {
     auto bundle = whole();
     bundle.find("80", "score_entries").constant("GROUP") = "2";
     CHECK_REFUSED(bundle, "query_heads");
+}
+
+TEST(bundle, whose_kernels_differ_in_soft_cap_or_readout_is_refused) {
+    auto const changed = [](std::string const& constant, auto const& change) {
+        for (std::size_t each = 0; each < whole().records.size(); ++each) {
+            auto bundle = whole();
+            auto& list = bundle.records[each].constants;
+            auto const found =
+                std::find_if(list.begin(), list.end(), [&](auto const& pair) { return pair.first == constant; });
+            if (found == list.end()) continue;
+            change(list, found);
+            CHECK_REFUSED(bundle, constant);
+        }
+    };
+    for (std::string const constant : {"SOFTCAP", "PROBES"}) {
+        changed(constant, [](auto&, auto const& pair) { pair->second = pair->second == "None" ? "30.0" : "True"; });
+        changed(constant, [](auto& list, auto const& pair) { list.erase(pair); });
+    }
+    auto capped = whole(), probing = whole();
+    for (auto const* block : {"1", "2", "4"}) {
+        for (auto const* target : {"80", "86", "90a"}) {
+            for (auto const* kernel : {"partial_log_sum_exp", "score_entries"}) {
+                capped.find(target, kernel, block).constant("SOFTCAP") = "30.0";
+            }
+            probing.find(target, "score_entries", block).constant("PROBES") = "True";
+        }
+    }
+    CHECK_EQUAL(refusal_of(capped.bytes()), "");
+    CHECK_EQUAL(refusal_of(probing.bytes()), "");
 }
 
 TEST(bundle, with_a_kernel_that_cannot_be_launched_is_refused) {

@@ -214,12 +214,65 @@ TEST(launches, hand_every_kernel_its_arguments_by_name) {
         CHECK_EQUAL(launch.image, record.image);
         CHECK_EQUAL(launch.threads, record.threads);
         CHECK_EQUAL(launch.shared_bytes, record.shared_bytes);
-        CHECK(launch.stream == nullptr);
+        CHECK(launch.stream == memory.stream);
     }
     CHECK_EQUAL(seen[0].kernel, "partial_log_sum_exp");
     CHECK_EQUAL(seen[1].kernel, "combined_log_sum_exp");
     CHECK_EQUAL(seen[2].kernel, "read_context");
     CHECK_EQUAL(seen[3].kernel, "score_entries");
+}
+
+TEST(launches, read_the_blocks_and_addresses_of_the_layer_s_own_pool) {
+    for (int const pool : {0, 1, 2}) {
+        StandIn const stand_in;
+        auto fields = small_fields();
+        fields.pool = pool;
+        auto bundle = bundle_for(fields, {"90a"});
+        Creator creator;
+        auto const plugin = creator.make(field_list(fields, bundle.bytes()));
+        given_bundle = &bundle;
+        seen.clear();
+        stand_in_set_launch(keep);
+        Memory const memory;
+        CHECK_EQUAL(enqueue(*plugin, fields, {5, 2, 7, 3}, memory), 0);
+        CHECK_EQUAL(seen.size(), 4U);
+        auto const pages = address(memory.inputs[input_block_offsets]) + pool * 2 * 2 * 7 * 4;  // [pools, 2, 2, 7]
+        auto const addresses = address(memory.inputs[input_pool_addresses]) + pool * 2 * 8;     // [pools, 2]
+        for (auto const place : {0, 3}) {
+            CHECK_EQUAL(seen[place].values.at("key_pages"), pages);
+            CHECK_EQUAL(seen[place].values.at("addresses"), addresses);
+        }
+        CHECK_EQUAL(seen[3].values.at("value_pages"), pages + 7 * 4);
+    }
+}
+
+TEST(launches, are_none_while_an_engine_is_built) {
+    StandIn const stand_in;
+    auto const fields = small_fields();
+    Creator creator;
+    auto const plugin =
+        creator.make(field_list(fields, bundle_for(fields, {"90a"}).bytes()), nvinfer1::TensorRTPhase::kBUILD);
+    std::unique_ptr<nvinfer1::IPluginV3> const clone(plugin->clone());
+    std::unique_ptr<nvinfer1::IPluginV3> const attached(runtime_of(*clone).attachToContext(nullptr));
+    Memory nothing;
+    nothing.inputs.fill(nullptr);
+    nothing.inputs[input_block_offsets] = reinterpret_cast<void const*>(0x1001);
+    nothing.outputs[0] = nothing.workspace = nullptr;
+    stand_in_fail("cuInit", 100);  // nor is a driver looked for
+    for (auto* each : {plugin.get(), clone.get(), attached.get()}) {
+        CHECK_EQUAL(enqueue(*each, fields, {5, 2, 7, 2}, nothing), 0);
+        CHECK_EQUAL(enqueue(*each, fields, {9, 2, 7, 2}, nothing), 0);  // more than 2 sequences of 4 positions have
+        CHECK_EQUAL(creator.log.take().size(), 0U);
+        CHECK(enqueue(*each, fields, {5, 2, 7, 1}, nothing) != 0);
+        CHECK(creator.log.told("pool 1"));
+    }
+    CHECK_EQUAL(stand_in_count("launches"), 0);
+    CHECK_EQUAL(stand_in_count("loads"), 0);
+    stand_in_fail("cuInit", 0);
+    std::unique_ptr<nvinfer1::IPluginV3> const running(creator.creator.createPlugin(
+        "", runtime_of(*plugin).getFieldsToSerialize(), nvinfer1::TensorRTPhase::kRUNTIME));
+    CHECK_EQUAL(enqueue(*running, fields, {5, 2, 7, 2}), 0);
+    CHECK_EQUAL(stand_in_count("launches"), 4);
 }
 
 TEST(launches, are_none_where_nothing_is_scored) {
@@ -292,5 +345,22 @@ TEST(workspace, holds_all_parts_apart_and_grows_with_each_size) {
         Step large = small;
         (round % 3 == 0 ? large.rows : round % 3 == 1 ? large.sequences : large.blocks) += from(0, 40);
         CHECK(size(small) <= size(large));
+    }
+}
+
+TEST(workspace, is_enough_for_whichever_target_cuts_the_cache_most) {
+    auto const fields = small_fields();
+    Tiles tiles;
+    tiles.rows_per_split = 16;
+    tiles.splits = 1;
+    std::vector<std::string> const targets{"80", "86", "90a"};
+    for (auto const& most : targets) {
+        auto bundle = bundle_for(fields, targets, tiles);
+        bundle.find(most, "combined_log_sum_exp").constant("SPLITS") = "4";
+        Creator creator;
+        auto const plugin = creator.make(field_list(fields, bundle.bytes()));
+        auto const descs = profile_of(fields, {5, 2, 7, 2});
+        CHECK_EQUAL(build_of(*plugin).getWorkspaceSize(descs.data(), input_count, descs.data() + input_count, 1),
+                    512U + 256U + 768U);  // 4 splits, as above
     }
 }

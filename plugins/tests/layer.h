@@ -81,8 +81,9 @@ inline std::vector<nvinfer1::DynamicPluginTensorDesc> profile_of(ScoreFields con
 struct Creator {
     Creator() { creator.log().use(&log); }
 
-    std::unique_ptr<nvinfer1::IPluginV3> make(FieldList fields) {
-        auto* const made = creator.createPlugin("layer", fields.collection(), nvinfer1::TensorRTPhase::kRUNTIME);
+    std::unique_ptr<nvinfer1::IPluginV3> make(FieldList fields,
+                                              nvinfer1::TensorRTPhase phase = nvinfer1::TensorRTPhase::kRUNTIME) {
+        auto* const made = creator.createPlugin("layer", fields.collection(), phase);
         return std::unique_ptr<nvinfer1::IPluginV3>(made);
     }
 
@@ -100,16 +101,18 @@ inline nvinfer1::IPluginV3OneRuntime& runtime_of(nvinfer1::IPluginV3& plugin) {
         plugin.getCapabilityInterface(nvinfer1::PluginCapabilityType::kRUNTIME));
 }
 
-/// Addresses as of device memory, which nobody reads.
+/// Addresses as of device memory, and of a stream, which nobody reads.
 struct Memory {
     std::array<void const*, input_count> inputs;
     std::array<void*, 1> outputs;
     void* workspace;
+    cudaStream_t stream;
 
     Memory() {
         for (std::size_t each = 0; each < inputs.size(); ++each) inputs[each] = at(each + 1);
         outputs[0] = at(100);
         workspace = at(200);
+        stream = static_cast<cudaStream_t>(at(300));
     }
 
 private:
@@ -120,7 +123,7 @@ inline std::int32_t enqueue(nvinfer1::IPluginV3& plugin, ScoreFields const& fiel
                             Memory const& memory = {}) {
     auto const descs = descs_of(fields, step);
     return runtime_of(plugin).enqueue(descs.data(), descs.data() + input_count, memory.inputs.data(),
-                                      memory.outputs.data(), memory.workspace, nullptr);
+                                      memory.outputs.data(), memory.workspace, memory.stream);
 }
 
 }  // namespace bpkv::test

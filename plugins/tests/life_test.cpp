@@ -47,9 +47,32 @@ TEST(life, clones_and_layers_of_one_checksum_load_kernels_once) {
         CHECK_EQUAL(enqueue(**plugin, small_fields(), {}), 0);
     }
     CHECK_EQUAL(stand_in_count("loads"), kernels_of_a_target);
+    CHECK_EQUAL(stand_in_count("functions"), kernels_of_a_target);
     CHECK_EQUAL(stand_in_count("attributes"), attributes_of_a_target);
     CHECK_EQUAL(stand_in_count("launches"), 6 * 4);
     CHECK_EQUAL(creator.log.take().size(), 0U);
+}
+
+TEST(life, what_comes_from_a_carrier_carries_the_kernels_too) {
+    auto const kernels = kernels_for();
+    Creator creator;
+    auto const carried = [](nvinfer1::IPluginV3& plugin) -> std::string {
+        auto const* const fields = runtime_of(plugin).getFieldsToSerialize();
+        for (int each = 0; each < fields->nbFields; ++each) {
+            auto const& field = fields->fields[each];
+            if (std::strcmp(field.name, "kernels") != 0) continue;
+            return {static_cast<char const*>(field.data), static_cast<std::size_t>(field.length)};
+        }
+        return "";
+    };
+    auto const carrier = creator.make(field_list(naming(kernels, 0), kernels));
+    auto const other = creator.make(field_list(naming(kernels, 1)));
+    for (auto const* plugin : {&carrier, &other}) {
+        Plugin const clone((*plugin)->clone()), attached(runtime_of(**plugin).attachToContext(nullptr));
+        for (auto const* each : {plugin, &clone, &attached}) {
+            CHECK(carried(**each) == (plugin == &carrier ? kernels : ""));
+        }
+    }
 }
 
 TEST(life, ends_in_any_order) {
@@ -148,6 +171,7 @@ TEST(life, every_device_gets_kernels_of_its_own_target) {
     CHECK_EQUAL(images[0].substr(0, 10), "image 90a ");
     CHECK_EQUAL(images[1].substr(0, 9), "image 86 ");
     CHECK_EQUAL(stand_in_count("loads"), 2 * kernels_of_a_target);
+    CHECK_EQUAL(stand_in_count("functions"), 2 * kernels_of_a_target);
     CHECK_EQUAL(stand_in_count("attributes"), 2 * attributes_of_a_target);
 
     stand_in_set_capability(2, 7, 5);
@@ -182,8 +206,9 @@ TEST(life, of_two_threads_shares_what_is_loaded) {
 
 TEST(life, survives_every_failure_of_the_driver) {
     auto const kernels = kernels_for();
-    for (auto const* function : {"cuInit", "cuCtxGetDevice", "cuDeviceGetAttribute", "cuLibraryLoadData",
-                                 "cuLibraryGetKernel", "cuKernelSetAttribute", "cuLaunchKernel"}) {
+    for (auto const* function :
+         {"cuInit", "cuCtxGetDevice", "cuDeviceGetAttribute", "cuLibraryLoadData", "cuLibraryGetKernel",
+          "cuKernelSetAttribute", "cuKernelGetFunction", "cuFuncLoad", "cuLaunchKernel"}) {
         StandIn const stand_in;
         Creator creator;
         auto const plugin = creator.make(field_list(naming(kernels), kernels));

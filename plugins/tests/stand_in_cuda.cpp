@@ -152,6 +152,24 @@ STAND_IN_API CUresult cuKernelSetAttribute(CUfunction_attribute attribute, int v
     });
 }
 
+STAND_IN_API CUresult cuKernelGetFunction(CUfunction* function, CUkernel kernel) {
+    return locked("cuKernelGetFunction", [&](State& now) {
+        if (now.kernels.count(reinterpret_cast<Handle>(kernel)) == 0) return CUDA_ERROR_INVALID_HANDLE;
+        *function = reinterpret_cast<CUfunction>(kernel);
+        return CUDA_SUCCESS;
+    });
+}
+
+#ifndef STAND_IN_BEFORE_CUDA_12_4
+STAND_IN_API CUresult cuFuncLoad(CUfunction function) {
+    return locked("cuFuncLoad", [&](State& now) {
+        if (now.kernels.count(reinterpret_cast<Handle>(function)) == 0) return CUDA_ERROR_INVALID_HANDLE;
+        ++now.counts["functions"];
+        return CUDA_SUCCESS;
+    });
+}
+#endif
+
 STAND_IN_API CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                                      unsigned threads, unsigned threads_y, unsigned threads_z, unsigned shared_bytes,
                                      CUstream stream, void** arguments, void** extra) {
@@ -201,11 +219,12 @@ STAND_IN_API void stand_in_fail(char const* function, int result) {
     }
 }
 
-/// "loads", "unloads", "live" (loaded and not unloaded), "launches" or "attributes"; -1 for another.
+/// "loads", "unloads", "live" (loaded and not unloaded), "functions" (loaded), "launches" or "attributes"; -1 for
+/// another.
 STAND_IN_API int stand_in_count(char const* what) {
     std::lock_guard const lock(state().mutex);
     if (std::strcmp(what, "live") == 0) return static_cast<int>(state().libraries.size());
-    for (auto const* const known : {"loads", "unloads", "launches", "attributes"}) {
+    for (auto const* const known : {"loads", "unloads", "functions", "launches", "attributes"}) {
         if (std::strcmp(what, known) == 0) return state().counts[what];
     }
     return -1;

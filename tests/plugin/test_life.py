@@ -41,6 +41,16 @@ def test_layers_share_kernels_in_whatever_order_they_are_destroyed(host, bundles
     assert driver.count("live") == 0
 
 
+def test_plugins_of_an_engine_that_is_being_built_launch_nothing(host, bundles, driver, layers):
+    plugin = host.create(layers.fields(0, bundles["bf16"], carried=True))
+    clone = plugin.clone()
+    attached = clone.attach()
+    for each in (plugin, clone, attached):
+        assert each.run(layers.inputs(0)).isnan().all()
+        each.destroy()
+    assert driver.launched == [] and driver.count("loads") == 0
+
+
 def test_two_threads_on_two_devices_score_at_once(host, bundles, driver):
     layers = ScoredLayers.random(CONFIGURATIONS["fp32"], *UNEQUAL, layers=2)
     driver.c.stand_in_set_capability(1, 8, 9)

@@ -58,3 +58,34 @@ def test_the_build_says_what_it_cannot_use_and_leaves_nothing(build_environment,
         done = subprocess.run(command, env=wrong, capture_output=True, text=True)
         assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_build_that_fails_leaves_no_folder_that_it_made(build_environment, tmp_path):
+    (tmp_path / "was here").mkdir()
+    failing = build_environment | {"CXX": "false g++"}  # found, with an argument of its own
+    for output in ("was here", "was here/one/two", "three"):
+        command = ["bash", ROOT / "build_scripts" / "build_plugin.sh", "--output", output]
+        done = subprocess.run(command, env=failing, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 1 and "the build failed" in done.stderr
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["was here"]
+
+
+def test_the_build_refuses_a_checkout_whose_path_cmake_would_cut(build_environment, tmp_path):
+    clone = tmp_path / "one;two"
+    (clone / "plugins").mkdir(parents=True)
+    (clone / "build_scripts").symlink_to(ROOT / "build_scripts")
+    command = ["bash", clone / "build_scripts" / "build_plugin.sh", "--output", tmp_path / "out"]
+    done = subprocess.run(command, env=build_environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "one;two" in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_build_does_not_follow_cdpath(build_environment, tmp_path):
+    for folder in ("here/headers", "elsewhere/headers"):
+        (tmp_path / folder).mkdir(parents=True)
+        for file in ("NvInferRuntime.h", "NvInferVersion.h"):
+            (tmp_path / folder / file).touch()
+    environment = build_environment | {"TENSORRT_INCLUDE_DIR": "headers", "CDPATH": str(tmp_path / "elsewhere")}
+    command = ["bash", ROOT / "build_scripts" / "build_plugin.sh", "--cmake-options"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path / "here", capture_output=True, text=True)
+    assert done.stdout.splitlines()[0] == f"-DTENSORRT_INCLUDE_DIR={tmp_path}/here/headers"
