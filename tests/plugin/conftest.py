@@ -69,7 +69,7 @@ def native_build(made_once: Callable[..., Path], build_environment: dict[str, st
     """The C++ tests, the host and the stand-in driver, with sanitizers or without."""
 
     def build(name: str, sanitizers: str) -> Path:
-        kind = "Debug" if sanitizers else "Release"
+        kind = "Debug -DCMAKE_CXX_FLAGS_DEBUG=-O0" if sanitizers else "Release"
         script = (
             "options=$(bash build_scripts/build_plugin.sh --cmake-options) && "
             f"cmake -S plugins -B {{folder}} -DBPKV_TESTS=ON -DBPKV_SANITIZE={sanitizers} "
