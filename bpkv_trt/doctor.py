@@ -194,11 +194,11 @@ def _plugin_library() -> Finding:
 
     name, advice = "plugin library", "needed only to build and run engines"
     try:
-        locate()
+        path = locate()
     except InputError as error:
         return Finding(name, "missing", str(error), advice)
     try:
-        library = PluginLibrary.find()
+        library = PluginLibrary.find(path)
     except BpkvError as error:
         return Finding(name, "broken", str(error), advice)
     built = f"for TensorRT {library.sidecar.tensorrt}, targets {', '.join(library.sidecar.targets)}"
@@ -235,7 +235,7 @@ def engine_finding(folder: Path) -> Finding:
 
 
 def _build_tools() -> Finding:
-    compiler = os.environ.get("CXX", "c++")
+    compiler = (os.environ.get("CXX") or "c++").split()[0]  # a wrapper may come first, as in CXX="ccache g++"
     absent = [tool for tool in (compiler, "cmake") if shutil.which(tool) is None]
     if absent:
         advice = "install g++ 9 and cmake 3.22, or newer; needed only to build and test the plugin library"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bpkv_trt.kernels.configuration import KernelConfiguration
 
 LARGEST = 1 << 24  # bytes of a config.json
-_WITHOUT = "or build the engine without --plugin bpkv"
+WITHOUT = "or build the engine without --plugin bpkv"
 
 
 class _Part(BaseModel):
@@ -100,13 +100,13 @@ class Checkpoint(_Part):
         if window is not None and window < (self.max_position_embeddings or 0):
             raise ModelError(
                 f"The model attends to a sliding window of {window} tokens, which is counted in rows of the cache: "
-                f"after an eviction they are others. Use another model, {_WITHOUT}."
+                f"after an eviction they are others. Use another model, {WITHOUT}."
             )
         for name in ("output_multiplier_scale", "mup_width_multiplier"):
             if getattr(self, name) not in (None, 1):
                 raise ModelError(
                     f"The checkpoint sets {name}, which no covered architecture has: its logits would not be those "
-                    f"that scores are read out from. Use another model, {_WITHOUT}."
+                    f"that scores are read out from. Use another model, {WITHOUT}."
                 )
 
     def _check_quantization(self) -> None:

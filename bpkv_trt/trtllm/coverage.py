@@ -10,8 +10,7 @@ from typing import Any
 from tensorrt_llm.layers import Attention
 
 from bpkv_trt.errors import ConfigError
-
-WITHOUT = "or build the engine without --plugin bpkv"
+from bpkv_trt.trtllm.checkpoint import WITHOUT
 
 
 def check_attention(layer: int, attention: Any) -> None:

@@ -80,7 +80,9 @@ def test_what_is_absent_comes_with_what_to_do(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: None)
     monkeypatch.setenv("BPKV_PLUGIN_PATH", str(tmp_path / "absent.so"))
+    monkeypatch.setenv("CXX", "no-such-wrapper c++")
     findings = {finding.name: finding for finding in examine()}
+    assert findings["C++ build tools"].detail == "no no-such-wrapper on the PATH"
     for name in ("PyTorch", "GPU", "transformers", "Triton compiler", "TensorRT", "TensorRT-LLM", "plugin library"):
         assert findings[name].status == "missing" and findings[name].advice, findings[name]
 
