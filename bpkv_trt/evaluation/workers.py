@@ -90,22 +90,31 @@ def _interrupts_held() -> Iterator[None]:
 
 def _outcomes(workers: Sequence[Connection], samples: Sequence[Key]) -> Iterator[Record | Exception]:
     waiting, busy = deque(samples), set(workers)
-    try:
-        for worker in workers:
-            worker.send(waiting.popleft())
-        while busy:
-            for worker in busy.intersection(wait(busy)):
+    for worker in workers:
+        _send_next(worker, waiting)
+    while busy:
+        ended = False
+        for worker in busy.intersection(wait(busy)):
+            try:
                 outcome = worker.recv()
-                if waiting:
-                    worker.send(waiting.popleft())
-                else:
-                    busy.remove(worker)
-                yield outcome
-    except (EOFError, OSError):
-        raise BpkvError(
-            "A process that measured samples has ended without a word, probably killed for its memory: use "
-            "fewer --jobs or fewer --tokens."
-        ) from None
+            except (EOFError, OSError):
+                ended = True
+                continue
+            if waiting:
+                _send_next(worker, waiting)
+            else:
+                busy.remove(worker)
+            yield outcome
+        if ended:
+            raise BpkvError(
+                "A process that measured samples has ended without a word, probably killed for its memory: use "
+                "fewer --jobs or fewer --tokens."
+            )
+
+
+def _send_next(worker: Connection, waiting: deque[Key]) -> None:
+    with suppress(OSError):  # one that has ended is told when nothing more is received from it
+        worker.send(waiting.popleft())
 
 
 def _work(parent: Connection, comparison: Comparison, jobs: int) -> None:

@@ -78,3 +78,21 @@ def test_a_worker_that_is_killed_is_told_and_what_it_did_stands(measured_by: Mea
     assert next(records)["sample"] in SAMPLES[:2]
     with pytest.raises(BpkvError, match="ended without a word, probably killed for its memory"):
         list(records)
+
+
+def test_what_workers_did_stands_though_they_are_dead_when_it_is_read(
+    measured_by: MeasuredBy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = workers.wait
+
+    def wait_for_ends(connections: Any) -> Any:
+        for process in multiprocessing.active_children():
+            process.join()
+        return ready(connections)
+
+    monkeypatch.setattr(workers, "wait", wait_for_ends)
+    done = []
+    with pytest.raises(BpkvError, match="ended without a word"):
+        for record in measured_by(dying):
+            done.append(record["sample"])
+    assert sorted(done) == SAMPLES[:2]
