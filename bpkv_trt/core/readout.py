@@ -10,7 +10,17 @@ from bpkv_trt.core.divergence import Divergence, TopKDivergence
 from bpkv_trt.core.traits import ModelTraits
 
 
-class ReadoutWeights(Protocol):
+class BranchWeights(Protocol):
+    """What takes a layer's attention output to the residual stream."""
+
+    def output_projection(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """W_O [d, Hq D] and its bias [d]."""
+
+    def post_attention_norm(self, layer: int) -> tuple[Tensor, float] | None:
+        """Gamma [d] and eps of an RMSNorm between W_O and the residual add."""
+
+
+class ReadoutWeights(BranchWeights, Protocol):
     """The few weights between an attention output and the logits.
 
     A norm's gamma is the factor it applies: 1 + w where a Gemma checkpoint stores w.
@@ -21,12 +31,6 @@ class ReadoutWeights(Protocol):
 
     def final_norm(self) -> tuple[Tensor, Tensor | None]:
         """Gamma [d] and beta [d]; not asked of a model without final norm."""
-
-    def output_projection(self, layer: int) -> tuple[Tensor, Tensor | None]:
-        """W_O [d, Hq D] and its bias [d]."""
-
-    def post_attention_norm(self, layer: int) -> tuple[Tensor, float] | None:
-        """Gamma [d] and eps of an RMSNorm between W_O and the residual add."""
 
 
 def final_readout(residual: Tensor, ids: Tensor, p: Tensor, traits: ModelTraits, weights: ReadoutWeights) -> Tensor:
@@ -82,19 +86,32 @@ class DirectReadout:
     def __init__(
         self,
         context: Tensor,
+        final: Tensor,
+        p: Tensor,
+        traits: ModelTraits,
+        weights: BranchWeights,
+        position_weights: Tensor | None = None,
+    ) -> None:
+        """context [L, M, Hq, D]; final [M, K, d] fp32, how a change of an attention branch moves the top-K logits,
+        centred; p [M, K]; position weights [M]."""
+        self.context, self.final = context, final
+        self.traits, self.weights = traits, weights
+        self.divergence: Divergence = TopKDivergence(p.float(), position_weights)
+
+    @classmethod
+    def of(
+        cls,
+        context: Tensor,
         residual: Tensor,
         ids: Tensor,
         p: Tensor,
         traits: ModelTraits,
         weights: ReadoutWeights,
         position_weights: Tensor | None = None,
-    ) -> None:
-        """context [L, M, Hq, D]; residual [M, d]; ids, p [M, K]; see `ForwardStatistics`. Position weights [M]."""
-        self.context = context
-        self.traits = traits
-        self.weights = weights
-        self.final = final_readout(residual, ids, p, traits, weights).mul_(traits.residual_multiplier)  # [M, K, d]
-        self.divergence: Divergence = TopKDivergence(p.float(), position_weights)
+    ) -> "DirectReadout":
+        """From the input of the final norm. residual [M, d]; ids [M, K]; see `ForwardStatistics`."""
+        final = final_readout(residual, ids, p, traits, weights).mul_(traits.residual_multiplier)
+        return cls(context, final, p, traits, weights, position_weights)
 
     def __iter__(self) -> Iterator[tuple[int, Tensor]]:
         """(layer, [M, K, Hq, D] fp32), one layer at a time."""

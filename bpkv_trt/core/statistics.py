@@ -43,8 +43,8 @@ class QueryMoments:
 class ForwardStatistics:
     """One sequence at its scoring positions: the last M logical positions. All of it lies on the cache's device.
 
-    The first seven fields are what every host supplies (a TensorRT engine outputs exactly these); the optional ones
-    are there when the policy's `requires` asked for them.
+    The first seven fields are what every host supplies; the optional ones are there when the policy's `requires` asked
+    for them.
     """
 
     q: Tensor  # [L, M, Hq, D] post-RoPE queries
@@ -56,6 +56,7 @@ class ForwardStatistics:
     positions: Tensor  # [M] int64, logical
     drafted: int = 0  # how many of the positions, the last ones, are a draft that will be taken back
     readout: Readout | None = None
+    scores: Tensor | None = None  # [L, Hkv, T] fp32 singleton scores by that readout, where the host has scored already
     received_attention: Tensor | None = None  # [L, Hkv, T] fp32, by the policy's `running_attention`
     replay_attention: Tensor | None = None  # [L, Hkv, T] fp32, the most received while the context was repeated
     rehearsal: Rehearsal | None = None  # where the compaction asked for one

@@ -68,9 +68,10 @@ class Bpkv(Policy):
     def score(self, statistics: ForwardStatistics, view: SequenceView) -> Tensor:
         # in float64: the largest finite scores, of entries that are all that a head attends to, add up to no infinity
         assert statistics.readout is not None, "the host was not asked for a readout"
-        source = evidence_of(statistics, view, self.traits)
-        scores = score_entries(source, statistics.readout.divergence).double()
-        return neighbour_mean(scores, self.config.pooled_rows(statistics.rehearsal is not None)).float()
+        scores = statistics.scores
+        if scores is None:
+            scores = score_entries(evidence_of(statistics, view, self.traits), statistics.readout.divergence)
+        return neighbour_mean(scores.double(), self.config.pooled_rows(statistics.rehearsal is not None)).float()
 
     def select(
         self, scores: Tensor, eligible: Tensor, quota: Quota, statistics: ForwardStatistics, view: SequenceView

@@ -178,4 +178,4 @@ class TorchStatistics:
         if config.readout == "exact":
             probes = config.probes_at(ids.shape[0])
             return ExactReadout(host, sequence, replay, ids, p, probes, config.seed, weights)
-        return DirectReadout(replay.context, replay.residual, ids, p, host.traits, host.weights, weights)
+        return DirectReadout.of(replay.context, replay.residual, ids, p, host.traits, host.weights, weights)

@@ -19,7 +19,8 @@ class ScoredNetwork:
 
     Outputs, for every layer l of this rank: `bpkv_scores_{l}` [B, Hkv, T] fp32, `bpkv_q_{l}` and `bpkv_context_{l}`
     [S, Hq, D] in the activations' type; and once `bpkv_topk_ids` [S, K] int32, `bpkv_topk_p` [S, K] and
-    `bpkv_covered_mass` [S] fp32, `bpkv_residual` [S, d]. T is 0 in a step without scoring rows.
+    `bpkv_covered_mass` [S] fp32, `bpkv_residual` [S, d], and `bpkv_readout` [S, K, d] fp32, what a change of a layer's
+    attention branch does to the K logits. T is 0 in a step without scoring rows.
     """
 
     def __init__(self, model: Any, plugin: ScorePlugin, scoring: ScoringInputs, inputs: dict[str, Any]) -> None:
@@ -74,6 +75,7 @@ class ScoredNetwork:
         self._mark("topk_p", readout.p)
         self._mark("covered_mass", readout.covered_mass)
         self._mark("residual", residual)
+        self._mark("readout", readout.final)
 
     def _readout(self, residual: ITensor, ranks: Ranks) -> Readout:
         model = self._model

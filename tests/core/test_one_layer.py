@@ -112,7 +112,7 @@ class OneLayerModel:
             topk_p=p,
             covered_mass=covered,
             positions=torch.arange(TOKENS - POSITIONS, TOKENS),
-            readout=DirectReadout(context[None], residual, ids, p, self.traits, self),
+            readout=DirectReadout.of(context[None], residual, ids, p, self.traits, self),
             sink_logits=None if self.sink is None else self.sink.float()[None],
         )
 

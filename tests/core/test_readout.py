@@ -105,7 +105,7 @@ def test_the_direct_readout_is_the_derivative_along_the_residual_path(multiplier
     context, residual = torch.randn(LAYERS, POSITIONS, HEADS, SIZE), torch.randn(POSITIONS, WIDTH)
     ids = torch.stack([torch.randperm(VOCABULARY)[:6] for _ in range(POSITIONS)])
     p = torch.softmax(torch.randn(POSITIONS, 6), -1)
-    readout = DirectReadout(context, residual, ids, p, traits, weights)
+    readout = DirectReadout.of(context, residual, ids, p, traits, weights)
 
     def branch(c: Tensor, layer: int) -> Tensor:
         out = weights.projection[layer].double() @ c.flatten()
@@ -138,8 +138,8 @@ def test_half_precision_weights_are_read_in_fp32():
     context, residual = torch.randn(LAYERS, POSITIONS, HEADS, SIZE), torch.randn(POSITIONS, WIDTH)
     ids, p = torch.randint(0, VOCABULARY, (POSITIONS, 6)), torch.softmax(torch.randn(POSITIONS, 6), -1)
     pairs = zip(
-        DirectReadout(context, residual, ids, p, traits, halves),
-        DirectReadout(context, residual, ids, p, traits, rounded),
+        DirectReadout.of(context, residual, ids, p, traits, halves),
+        DirectReadout.of(context, residual, ids, p, traits, rounded),
         strict=True,
     )
     assert all(torch.equal(first[1], second[1]) and first[1].dtype == torch.float32 for first, second in pairs)

@@ -13,7 +13,7 @@ import torch
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.attention import attention_weights
 from bpkv_trt.core.deletion import singleton_scores
-from bpkv_trt.core.readout import DirectReadout
+from bpkv_trt.core.readout import DirectReadout, final_readout
 from bpkv_trt.core.topk import topk_distribution
 from bpkv_trt.errors import BpkvError, ConfigError, ModelError
 from bpkv_trt.pool.plan import CompactionPlan
@@ -142,7 +142,7 @@ def expected(host, sequence, count):
     """What the core makes of a sequence's last positions on the torch host: scores, each with the error of fp32."""
     replay = host.replay(sequence, count)
     top = topk_distribution(replay.logits, K, host.traits.vocabulary)
-    readout = DirectReadout(replay.context, replay.residual, top.ids, top.p, host.traits, host.weights)
+    readout = DirectReadout.of(replay.context, replay.residual, top.ids, top.p, host.traits, host.weights)
     group = host.traits.group
     scores = {}
     for layer, g in readout:
@@ -170,6 +170,8 @@ def check(outputs, host, sequences, offsets, ranks=1, rank=0):
         assert outputs["bpkv_topk_ids"][span].tolist() == top.ids.tolist()
         close(outputs["bpkv_topk_p"][span], top.p)
         close(outputs["bpkv_covered_mass"][span], top.covered_mass)
+        final = final_readout(replay.residual, top.ids, top.p, host.traits, host.weights)
+        close(outputs["bpkv_readout"][span], final * host.traits.residual_multiplier)
         for layer in range(host.traits.layers):
             for head in range(kv_heads):
                 (own, allowed), got = (
@@ -243,6 +245,7 @@ def test_a_step_without_scoring_rows_computes_the_logits_alone(trt, tensorrt_10,
     for name in ("q", "context"):
         layers |= {f"bpkv_{name}_{layer}": (0, traits.query_heads, traits.head_dim) for layer in range(traits.layers)}
     once = {"topk_ids": (0, K), "topk_p": (0, K), "covered_mass": (0,), "residual": (0, traits.width)}
+    once |= {"readout": (0, K, traits.width)}
     assert shapes == layers | {f"bpkv_{name}": shape for name, shape in once.items()}
 
 

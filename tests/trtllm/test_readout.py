@@ -45,7 +45,7 @@ def expect_the_core(model: ExampleModel, values: dict[str, Tensor], k: int) -> N
     assert torch.equal(values["topk_ids"], top.ids.int())
     close(values["p"], top.p)
     close(values["covered_mass"], top.covered_mass)
-    readout = DirectReadout(model.context, model.residual, top.ids, top.p, model.traits, model)
+    readout = DirectReadout.of(model.context, model.residual, top.ids, top.p, model.traits, model)
     close(values["final"], readout.final)
     for layer, rows in readout:
         close(values[f"readout_{layer}"], rows)
