@@ -201,7 +201,10 @@ class BlockPool:
         """Bytes of all blocks that a sequence owns, those reserved for rows to come among them, over all pools.
 
         A block of a pool has K and V of all its layers, so compaction gives bytes back for all of them or for none.
+        One that the managers have freed owns none.
         """
+        if sequence not in self._parts[0].table.sequences:
+            return 0
         return sum(part.table.blocks(sequence).size * part.memory.block_bytes for part in self._parts)
 
     def check_integrity(self) -> None:

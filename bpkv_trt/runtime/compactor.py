@@ -117,6 +117,25 @@ class Compactor:
             return self.config.interval - request.generated % self.config.interval
         return None
 
+    def scored_in_prompt(self, tokens: int) -> tuple[int, int]:
+        """Of a prompt of so many tokens: how many of its last ones will be scoring positions, and of how many in all.
+
+        For a host that scores positions as they pass, as `scored_next` is.
+        """
+        if "generation" in self.config.regime and len(self.config.regime) == 1:
+            return 0, 0
+        own = min(self.config.positions, tokens)
+        return own, own + (self.config.defer if "deferred" in self.config.regime else 0)
+
+    def scored_next(self, sequence: int) -> int:
+        """Of how many scoring positions the next decoded token will be one; 0 where it will be none."""
+        request, until = self.requests[sequence], self.tokens_until_due(sequence)
+        if until is None:
+            return 0
+        if "deferred" in self.config.regime and "deferred" not in request.reported:
+            return self.scored_in_prompt(request.prompt_length)[1]
+        return self.config.positions if until <= self.config.positions else 0
+
     def on_request_finish(self, sequence: int) -> list[CompactionEvent]:
         """Forget the request; every regime that never came due is reported as such."""
         request = self.requests[sequence]
