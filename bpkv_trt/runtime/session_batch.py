@@ -36,7 +36,7 @@ class SessionBatch:
             self.compactor.on_request_init(sequence)
 
     def prompts(self, lengths: Sequence[int]) -> ScoredTokens:
-        """What the first run scores, of prompts of so many tokens. ConfigError where the budget is too small for one."""
+        """What the first run scores, of prompts of so many tokens. ConfigError for one that the budget cannot hold."""
         for length in lengths:
             self.compactor.check_budget([length])
         self._scored = ScoredTokens.last_of(lengths, [self.compactor.scored_in_prompt(length) for length in lengths])

@@ -16,6 +16,7 @@ from bpkv_trt.trtllm.checkpoint import Checkpoint
 from bpkv_trt.trtllm.collectives import ranks_of
 from bpkv_trt.trtllm.conflicts import CONFLICTS, refuse_conflicts
 from bpkv_trt.trtllm.coverage import check_attention, check_inputs, check_prepared
+from bpkv_trt.trtllm.network_record import KEY
 from bpkv_trt.trtllm.plugin import ScorePlugin
 from bpkv_trt.trtllm.plugin_library import PluginLibrary
 from bpkv_trt.trtllm.score_kernels import compile_score_kernels
@@ -77,6 +78,7 @@ class BpkvNetwork:
         with network.build_stock():
             outputs = super().forward(**inputs)  # type: ignore[misc]
         network.add_scores(ranks_of(self.config.mapping))
+        setattr(self.config, KEY, network.record().document())  # which the engine's configuration is written from
         return outputs
 
 

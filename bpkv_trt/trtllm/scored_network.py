@@ -8,6 +8,7 @@ from bpkv_trt.core.traits import ModelTraits
 from bpkv_trt.errors import BpkvError, ConfigError
 from bpkv_trt.trtllm.attention_tap import AttentionTap
 from bpkv_trt.trtllm.graph import Graph, ITensor
+from bpkv_trt.trtllm.network_record import NetworkRecord
 from bpkv_trt.trtllm.plugin import ScoreInputs, ScorePlugin
 from bpkv_trt.trtllm.ranks import Ranks
 from bpkv_trt.trtllm.readout import HeadWeights, Readout
@@ -77,17 +78,28 @@ class ScoredNetwork:
         self._mark("residual", residual)
         self._mark("readout", readout.final)
 
+    def record(self) -> NetworkRecord:
+        """What a session of the engine needs to know; after `add_scores`."""
+        model, scale = self._model, self._tap.attended[0].scale
+        traits = network_traits(model.config, model.transformer.ln_f, self._attentions[0], scale)
+        scales = tuple(map(self._scale, range(len(self._attentions)))) if self._quantised else None
+        return NetworkRecord(traits, scales)
+
+    @property
+    def _quantised(self) -> bool:
+        return self._plugin.kernels.configuration.cache.itemsize == 1
+
+    def _scale(self, layer: int) -> float:
+        return cache_scale(layer, self._attentions[layer]) if self._quantised else 1.0
+
     def _readout(self, residual: ITensor, ranks: Ranks) -> Readout:
         model = self._model
         weights = HeadWeights(model.lm_head.weight.value.trt_tensor, model.transformer.ln_f.weight.value.trt_tensor)
-        scale = self._tap.attended[0].scale
-        traits = network_traits(model.config, model.transformer.ln_f, self._attentions[0], scale)
         k = self._plugin.kernels.configuration.channels
-        return Readout(self._plugin.network, self._plugin.trt, residual, weights, traits, k, ranks)
+        return Readout(self._plugin.network, self._plugin.trt, residual, weights, self.record().traits, k, ranks)
 
     def _add_layer(self, layer: int, attention: Any, readout: Readout) -> None:
-        quantised = self._plugin.kernels.configuration.cache.itemsize == 1
-        attended, scale = self._tap.attended[layer], cache_scale(layer, attention) if quantised else 1.0
+        attended, scale = self._tap.attended[layer], self._scale(layer)
         scores = self._plugin.add_layer(
             ScoreInputs(
                 q=attended.q,

@@ -34,7 +34,7 @@ class EngineSidecar:
         Raises InputError where the engine is not whole or nothing can be written, BpkvError where it was not built with
         these settings.
         """
-        pretrained = _pretrained(_config_of(engine))
+        pretrained = read_config(engine)["pretrained_config"]
         if pretrained.get("bpkv") != settings.document():
             raise BpkvError(f"The engine in {engine} was not built with these settings; {BUILD} again.")
         ranks = pretrained.get("mapping", {}).get("world_size", 1)
@@ -56,7 +56,7 @@ class EngineSidecar:
         version of bpkv wrote it.
         """
         path = engine / FILE
-        pretrained = _pretrained(_config_of(engine))
+        pretrained = read_config(engine)["pretrained_config"]
         if not path.exists():
             raise InputError(
                 f"The engine in {engine} was built with BP-KV, and its {FILE} is missing: copy all files of its folder."
@@ -127,8 +127,13 @@ def _stamps(engine: Path) -> dict[str, tuple[int, int]]:
     return {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
 
 
-def _config_of(engine: Path) -> bytes:
-    return read_file(engine / CONFIG, LARGEST, "engine's configuration", "--engine-dir")
+def read_config(engine: Path) -> dict[str, Any]:
+    """An engine's config.json; its `pretrained_config` is an object. Raises InputError where it is damaged."""
+    content = read_file(engine / CONFIG, LARGEST, "engine's configuration", "--engine-dir")
+    config = _object(content, engine / CONFIG)
+    if not isinstance(config.get("pretrained_config"), dict):
+        config["pretrained_config"] = {}
+    return config
 
 
 def _object(content: bytes, path: Path) -> dict[str, Any]:
@@ -139,11 +144,6 @@ def _object(content: bytes, path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InputError(f"{path} is no JSON object, so it is damaged; copy it again, or {BUILD} again.")
     return found
-
-
-def _pretrained(config: bytes) -> dict[str, Any]:
-    found = _object(config, Path(CONFIG)).get("pretrained_config")
-    return found if isinstance(found, dict) else {}
 
 
 def _measured(engine: Path, names: Iterable[str]) -> dict[str, Any]:

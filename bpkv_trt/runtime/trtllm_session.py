@@ -1,0 +1,164 @@
+"""TensorRT-LLM's generation session, 1.0 to 1.2, with a paged KV cache that is compacted between its steps.
+
+Importing this module imports TensorRT-LLM. What is decided is decided by `SessionBatch`; here it meets the session's
+own bookkeeping. The one place where that is complete is `_get_next_step_shape_buffer`: the engine has run and written
+its rows, the managers have counted the next token's, and nothing is bound yet for the next run.
+"""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from tensorrt_llm.runtime.generation import GenerationSession, RuntimeTensor
+from torch import Tensor
+
+from bpkv_trt.config import BpkvConfig
+from bpkv_trt.errors import BpkvError
+from bpkv_trt.pool.block_pool import BlockPool
+from bpkv_trt.profiling import Trace
+from bpkv_trt.runtime.engine_ports import EnginePorts
+from bpkv_trt.runtime.event import CompactionEvent
+from bpkv_trt.runtime.session_batch import SessionBatch
+from bpkv_trt.runtime.session_conflicts import refuse_decode, refuse_model, refuse_setup
+from bpkv_trt.trtllm.built_engine import BuiltEngine
+
+
+class BpkvSession(GenerationSession):  # type: ignore[misc]
+    """Positions stay logical (`position_ids`, and the sampler's `sequence_length_buffer`); what attention is told of,
+    `sequence_length` and the blocks, are the rows that are held.
+
+    `events`: of the last `decode`, by sequence, what was compacted.
+    """
+
+    def __init__(
+        self,
+        model_config: Any,
+        engine_buffer: Any,
+        mapping: Any,
+        built: BuiltEngine,
+        config: BpkvConfig | None = None,
+        *,
+        stream: Any = None,
+        trace: Trace | None = None,
+        poison: bool = False,
+    ) -> None:
+        """The first three as GenerationSession takes them; the plugin is registered (`PluginLibrary.register`).
+
+        config: by default the engine's own; `EngineSettings.configured` gives others. poison: unused rows are NaN.
+        Raises ConfigError for what cannot be compacted.
+        """
+        refuse_model(model_config, mapping)
+        # Names that the stock session does not expect are an error to it unless it debugs.
+        super().__init__(model_config, engine_buffer, mapping, debug_mode=True, stream=stream)
+        self.debug_mode = False
+        self.built = built
+        self.config = built.settings.config if config is None else config
+        self.trace = trace or Trace()
+        self.events: list[list[CompactionEvent]] = []
+        self._poison = poison
+        self._ports = EnginePorts(self.runtime.engine, built.traits.layers, self.device)
+        self._batch: SessionBatch | None = None
+        self._running = ExitStack()
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        """As the stock session's. Raises ConfigError, before anything is allocated, for what cannot be compacted or is
+        more than the engine was built for."""
+        given = _named(GenerationSession.setup, self, *args, **kwargs)
+        refuse_setup(given, self.built.limits, self._ports.most_rows, self.config)
+        super().setup(*args, **kwargs)
+
+    def decode(self, *args: Any, **kwargs: Any) -> Any:
+        """As the stock session's; afterwards, or after the last of a stream, `events` tells what was compacted."""
+        refuse_decode(_named(GenerationSession.decode, self, *args, **kwargs))
+        self._batch, self.events = None, []
+        try:
+            outputs = super().decode(*args, **kwargs)
+        except BaseException:
+            self._batch = None
+            raise
+        if inspect.isgenerator(outputs):
+            return self._streamed(outputs)
+        self._finish()
+        return outputs
+
+    def _streamed(self, outputs: Iterator[Any]) -> Iterator[Any]:
+        yield from outputs
+        self._finish()
+
+    def handle_per_step(self, **given: Any) -> Any:
+        """The stock step; afterwards the lengths that the next run is bound to are those of its own rows."""
+        step, batch = given["step"], given["batch_size"]
+        tokens = int(given["host_context_lengths"].sum()) if step == 0 else batch
+        with self._running:
+            self._running.enter_context(self.trace.range("decode" if step else "prefill", payload=tokens))
+            outputs = super().handle_per_step(**given)
+        if self._batch is not None:
+            self._lengths.copy_(self.sequence_length_buffer.view(-1) - self._evicted)
+        return outputs
+
+    def _get_context_shape_buffer(self, *args: Any, **kwargs: Any) -> dict[str, RuntimeTensor]:
+        given = _named(GenerationSession._get_context_shape_buffer, self, *args, **kwargs)
+        prompts = given["host_context_lengths"].tolist()
+        self._batch = SessionBatch(self.config, self.built.traits, self._pool(), self.built.projections, self.trace)
+        self._rows = prompts
+        self._evicted = torch.zeros(len(prompts), dtype=torch.int32, device=self.device)
+        self._lengths = torch.zeros_like(self._evicted)
+        tensors = super()._get_context_shape_buffer(*args, **kwargs)
+        return self._with_ports(tensors, self._batch.prompts(prompts).tensors(self.device))
+
+    def _get_next_step_shape_buffer(self, *args: Any, **kwargs: Any) -> dict[str, RuntimeTensor]:
+        given = _named(GenerationSession._get_next_step_shape_buffer, self, *args, **kwargs)
+        self._running.close()  # what follows is compaction's time
+        batch = self._batch
+        assert batch is not None, "a step of no batch"
+        rows = given["host_context_lengths"].tolist() if given["step"] == 0 else self._lengths.tolist()
+        going_on = [not ended for ended in self.finished.view(-1).tolist()]
+        batch.after_run(rows, going_on, self._ports.bound)
+
+        offsets = batch.pool.block_offsets()
+        given |= {"host_kv_cache_block_offsets": offsets, "kv_cache_block_offsets": offsets.to(self.device)}
+        tensors = super()._get_next_step_shape_buffer(**given)
+        self._evicted.copy_(torch.tensor(batch.evicted))
+        tensors["sequence_length"] = RuntimeTensor.from_torch("sequence_length", self._lengths)
+        held = torch.tensor(batch.rows, dtype=torch.int32)
+        tensors["host_past_key_value_lengths"] = RuntimeTensor.from_torch("host_past_key_value_lengths", held)
+        return self._with_ports(tensors, batch.next_tokens().tensors(self.device))
+
+    def _with_ports(self, tensors: dict[str, RuntimeTensor], scored: dict[str, Tensor]) -> dict[str, RuntimeTensor]:
+        """With the engine's further inputs and outputs; the stock session binds what is in the dictionary."""
+        assert self._batch is not None
+        pool = self._batch.pool
+        inputs = {**scored, "bpkv_pool_pointers": self._pool_pointers}
+        return tensors | self._ports.bind(inputs, len(pool.sequences), pool.block_offsets().shape[-1] * pool.page_size)
+
+    def _pool(self) -> BlockPool:
+        """The session's memory and its managers, which are new in every `decode`."""
+        memories = self._memory_pool_allocator._pool_pointers
+        if len(memories) != 1:
+            raise BpkvError(
+                f"The session has {len(memories)} KV pools, and an engine with BP-KV scores one: its layers have "
+                "different numbers of KV heads, which is not covered."
+            )
+        first = memories[0].data_ptr()
+        self._pool_pointers = torch.tensor([[first, first]], dtype=torch.int64, device=self.device)
+        return BlockPool(
+            memories,
+            self.buffer["host_kv_cache_pool_mapping"],
+            self.pools_kv_cache_manager._kv_cache_managers,
+            dtype=self.built.cache_dtype,
+            scales=self.built.cache_scales,
+            poison=self._poison,
+        )
+
+    def _finish(self) -> None:
+        assert self._batch is not None, "nothing was decoded"
+        self.events, self._batch = self._batch.finish(), None
+
+
+def _named(stock: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of a stock method by name, without `self`."""
+    bound = inspect.signature(stock).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return {name: value for name, value in bound.arguments.items() if name not in ("self", "kwargs")}

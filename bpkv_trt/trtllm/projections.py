@@ -1,0 +1,67 @@
+"""The output projections of an engine's model, beside the engine: what stage 2 reads its shifts through."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from bpkv_trt.errors import InputError
+
+STOCK = "transformer.layers.{layer}.attention.dense.weight"  # of a checkpoint of TensorRT-LLM
+BUILD = "build the engine again from a checkpoint with weights"
+
+
+def file_of(rank: int) -> str:
+    """Its name in the engine's folder."""
+    return f"rank{rank}_bpkv_projections.safetensors"
+
+
+@dataclass(frozen=True)
+class Projections:
+    """W_O [d, Hq D] of every layer, of the heads of one rank; an engine's own copies cannot be read."""
+
+    layers: tuple[Tensor, ...]
+
+    def output_projection(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """W_O and no bias, which no shift depends on."""
+        return self.layers[layer], None
+
+    def post_attention_norm(self, layer: int) -> tuple[Tensor, float] | None:
+        """None: no architecture that engines are built of has one."""
+        return None
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Path, rank: int) -> "Projections":
+        """Read a checkpoint's. Raises InputError where it has none."""
+        path = checkpoint / f"rank{rank}.safetensors"
+        try:
+            with safe_open(path, "pt") as file:
+                names = [name for name in file.keys() if name.endswith(STOCK[-len(".attention.dense.weight") :])]
+                return cls(tuple(file.get_tensor(STOCK.format(layer=layer)) for layer in range(len(names))))
+        except (OSError, SafetensorError) as error:
+            raise InputError(
+                f"The checkpoint's output projections cannot be read from {path} ({error}); convert the model again."
+            ) from None
+
+    @classmethod
+    def load(cls, engine: Path, rank: int, device: torch.device) -> "Projections":
+        """Those beside an engine. Raises InputError where there are none or they are damaged."""
+        path = engine / file_of(rank)
+        try:
+            found = load_file(path, device=str(device))
+            return cls(tuple(found[f"layers.{layer}"] for layer in range(len(found))))
+        except (OSError, SafetensorError, KeyError) as error:
+            raise InputError(
+                f"The engine's output projections cannot be read from {path} ({error}); {BUILD}."
+            ) from None
+
+    def save(self, engine: Path, rank: int) -> None:
+        """Write them beside the engine. Raises InputError where that cannot be."""
+        path = engine / file_of(rank)
+        try:
+            save_file({f"layers.{layer}": weight for layer, weight in enumerate(self.layers)}, path)
+        except OSError as error:
+            raise InputError(f"The output projections cannot be written to {path} ({error.strerror}).") from None
