@@ -19,6 +19,7 @@ try:
     from bpkv_trt.trtllm.conflicts import refuse_conflicts
     from bpkv_trt.trtllm.plugin_library import VARIABLE as LIBRARY_VARIABLE
     from bpkv_trt.trtllm.plugin_library import PluginLibrary
+    from bpkv_trt.trtllm.projections import Projections, check_checkpoint
     from bpkv_trt.trtllm.settings import ONLY, VARIABLE, EngineSettings, for_engine
     from bpkv_trt.trtllm.sidecar import FILE, EngineSidecar, withdrawn
     from bpkv_trt.trtllm.stock import NAME, StockBuild
@@ -112,10 +113,15 @@ def _build_with_plugin(options: argparse.Namespace, arguments: Sequence[str]) ->
 
     library = PluginLibrary.find(getattr(options, "plugin_lib", None))
     library.register(tensorrt)
+    ranks = checkpoint.mapping.tp_size
+    weights = _weights(told)
+    if weights is not None:
+        check_checkpoint(weights, ranks)
     settings = _compiled(options, config, checkpoint, library)
     with withdrawn(output), _announced(settings, library, model_class) as class_options:
         stock.run([*arguments, *class_options])
         if not told.get("dry_run"):
+            _save_projections(weights, ranks, output)
             EngineSidecar.write(output, settings, {"tensorrt": tensorrt.__version__, "tensorrt_llm": stock.version})
             print(f"{PROGRAM}: the engine's settings are in {output / FILE}; keep it beside the engine.")
 
@@ -140,6 +146,18 @@ def _source(told: Mapping[str, Any]) -> Path:
     if not named:
         raise ConfigError("No checkpoint is given; name its folder with --checkpoint_dir, or a --model_config.")
     return Path(named)
+
+
+def _weights(told: Mapping[str, Any]) -> Path | None:
+    """The checkpoint's folder; None where an engine is built without weights, which no session can compact for."""
+    source = _source(told)
+    return None if source.suffix == ".json" else source
+
+
+def _save_projections(weights: Path | None, ranks: int, output: Path) -> None:
+    if weights is not None:
+        for rank in range(ranks):
+            Projections.of_checkpoint(weights, rank).save(output, rank)
 
 
 def _class_for(checkpoint: Checkpoint) -> str:

@@ -1,7 +1,10 @@
 """The output projections of an engine's model, beside the engine: what stage 2 reads its shifts through."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -36,15 +39,8 @@ class Projections:
     @classmethod
     def of_checkpoint(cls, checkpoint: Path, rank: int) -> "Projections":
         """Read a checkpoint's. Raises InputError where it has none."""
-        path = checkpoint / f"rank{rank}.safetensors"
-        try:
-            with safe_open(path, "pt") as file:
-                names = [name for name in file.keys() if name.endswith(STOCK[-len(".attention.dense.weight") :])]
-                return cls(tuple(file.get_tensor(STOCK.format(layer=layer)) for layer in range(len(names))))
-        except (OSError, SafetensorError) as error:
-            raise InputError(
-                f"The checkpoint's output projections cannot be read from {path} ({error}); convert the model again."
-            ) from None
+        with _weights(checkpoint, rank) as (file, layers):
+            return cls(tuple(file.get_tensor(STOCK.format(layer=layer)) for layer in range(layers)))
 
     @classmethod
     def load(cls, engine: Path, rank: int, device: torch.device) -> "Projections":
@@ -65,3 +61,28 @@ class Projections:
             save_file({f"layers.{layer}": weight for layer, weight in enumerate(self.layers)}, path)
         except OSError as error:
             raise InputError(f"The output projections cannot be written to {path} ({error.strerror}).") from None
+
+
+def check_checkpoint(checkpoint: Path, ranks: int) -> None:
+    """Raises InputError where the weights of a rank lack them; nothing but names is read."""
+    for rank in range(ranks):
+        with _weights(checkpoint, rank):
+            pass
+
+
+@contextmanager
+def _weights(checkpoint: Path, rank: int) -> Iterator[tuple[Any, int]]:
+    """The file of a rank's weights, and how many layers have a projection in it."""
+    path = checkpoint / f"rank{rank}.safetensors"
+    try:
+        with safe_open(path, "pt") as file:
+            names, layers = set(file.keys()), 0
+            while STOCK.format(layer=layers) in names:
+                layers += 1
+            if not layers:
+                raise InputError(f"The weights {path} have no {STOCK.format(layer=0)}; convert the model again.")
+            yield file, layers
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"The checkpoint's weights {path} cannot be read ({error}); convert the model again."
+        ) from None

@@ -12,6 +12,7 @@ from bpkv_trt.documents import library_versions, write_json
 from bpkv_trt.errors import BpkvError, ConfigError, InputError, quoted
 from bpkv_trt.input_file import read_file
 from bpkv_trt.trtllm.plugin_library import ABI, PluginLibrary
+from bpkv_trt.trtllm.projections import file_of
 from bpkv_trt.trtllm.settings import EngineSettings
 
 FILE, CONFIG = "bpkv_config.json", "config.json"
@@ -43,7 +44,7 @@ class EngineSidecar:
             "schema_version": SCHEMA_VERSION,
             "versions": sidecar.versions,
             "settings": settings.document(),
-            "engine": _measured(engine, [CONFIG, *(f"rank{rank}.engine" for rank in range(ranks))]),
+            "engine": _measured(engine, [CONFIG, *_parts(engine, ranks)]),
         }
         write_json(engine / FILE, {**content, "checksum": _checksum(content)})
         return sidecar
@@ -144,6 +145,12 @@ def _object(content: bytes, path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InputError(f"{path} is no JSON object, so it is damaged; copy it again, or {BUILD} again.")
     return found
+
+
+def _parts(engine: Path, ranks: int) -> list[str]:
+    """Files of the ranks: each has its engine, and, built with weights, its projections."""
+    names = [f"rank{rank}.engine" for rank in range(ranks)]
+    return names + [name for name in map(file_of, range(ranks)) if (engine / name).exists()]
 
 
 def _measured(engine: Path, names: Iterable[str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trtllm.stock_build import DEVICES
+from tests.trtllm.stock_build import DEVICES, save_projections
 
 ROOT = Path(__file__).resolve().parents[2]
 # All there is of TensorRT: a version, and a registry whose plugins come from libraries that tell of it in a file.
@@ -45,10 +45,12 @@ MODEL = {
 
 
 def save_checkpoint(folder: Path, ranks: int = 1, **changed: object) -> Path:
-    """As TensorRT-LLM's conversion leaves it, without weights."""
+    """As TensorRT-LLM's conversion leaves it; of the weights it has the output projections."""
     folder.mkdir(parents=True, exist_ok=True)
     config = MODEL | {"mapping": {"world_size": ranks, "tp_size": ranks, "pp_size": 1}} | changed
     (folder / "config.json").write_text(json.dumps(config))
+    for rank in range(ranks):
+        save_projections(folder, rank, config["num_hidden_layers"], config["hidden_size"])
     return folder
 
 
