@@ -349,7 +349,7 @@ class Stock:
         attention.embed_positions_for_gpt_attention = model.embed_positions_for_gpt_attention.value
         passed = ("input_ids", "position_ids", "use_cache", "attention_mask", "kv_cache_params", "attention_params")
         hidden, presents = model.transformer.forward(**{name: arguments[name] for name in passed})
-        last = self.value(hidden).gather(self.value(arguments["last_token_ids"]))
+        last = self.value(hidden).gather(self.value(arguments["last_token_ids"]) - 1.0)  # they count from 1
         logits = self._product(last, model.lm_head).cast(self.trt.float32).tensor  # of this rank's rows
         logits.name = "logits"
         self.network.mark_output(logits)

@@ -45,7 +45,7 @@ def feed(table, lengths, contexts, tokens, positions, rows, offsets, addresses, 
     return {
         "input_ids": ints(packed),
         "position_ids": ints(positions),
-        "last_token_ids": (counts.cumsum(0) - 1).int(),
+        "last_token_ids": counts.cumsum(0).int(),
         "kv_cache_block_offsets": table,
         "sequence_length": ints(lengths),
         "context_lengths": ints(contexts),
