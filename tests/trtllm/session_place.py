@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -9,17 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.trtllm.built_network import Built
+from bpkv_trt.trtllm.sidecar import EngineSidecar
+from tests.trtllm.built_network import Built, prepare
 from tests.trtllm.checked_tensorrt import Description
 from tests.trtllm.network_walk import torch_types
 from tests.trtllm.stock_build import KVCacheType
 from tests.trtllm.stock_generation import session_implementations
 from tests.trtllm.stock_pools import PoolMemories
+from tests.trtllm.stock_runner import SIZES, runner_implementations
 from tests.trtllm.stock_runtime import runtime_implementations
 from tests.trtllm.torch_engine import TorchEngine
 
 BUFFER = b"engine"  # in place of an engine's bytes
 NO_TOKEN = -1
+GENERATION = "tensorrt_llm.runtime.generation"
+OF_DECODE = ("stop_words_list", "bad_words_list", "output_sequence_lengths", "return_dict")  # and of a configuration
 
 
 class SessionPlace:
@@ -33,7 +38,7 @@ class SessionPlace:
         own = {key: options.pop(key) for key in ("settings", "dtype") if key in options}
         with pytest.MonkeyPatch.context() as patch:
             self.built = Built(trt, tensorrt_10, name, **own).build(patch, **options)
-        self.options = {"max_batch_size": 4, "max_beam_width": 1} | options
+        self.options = {"max_beam_width": 1} | prepare(**options)
         self.fakes = self.built.stock.fakes
         self.memories = PoolMemories()
         self.engine = TorchEngine(self.built.stock, self.memories)
@@ -41,7 +46,7 @@ class SessionPlace:
             session_implementations()
             | runtime_implementations({BUFFER: self.engine}, torch_types(trt))
             | self.memories.implementations()
-            | {"tensorrt_llm.quantization.mode.QuantMode.has_kv_cache_quant": lambda self: bool(self)}
+            | runner_implementations()
         )
 
     @contextmanager
@@ -50,39 +55,41 @@ class SessionPlace:
         with self.fakes.installed(*fresh):
             yield self
 
-    def model_config(self, **changes: Any) -> Any:
-        own = self.built.loaded.model.config
-        given = {
-            **{name: self.options[name] for name in ("max_batch_size", "max_beam_width")},
-            **{"vocab_size": own.vocab_size, "num_layers": own.num_hidden_layers, "hidden_size": own.hidden_size},
-            **{"num_heads": own.num_attention_heads, "num_kv_heads": own.num_key_value_heads},
-            **{"head_size": own.head_dim, "dtype": self.built.stock.dtype, "kv_cache_type": KVCacheType.PAGED},
-            **{"gpt_attention_plugin": True, "remove_input_padding": True},
-            "tokens_per_block": self.built.memory.page_size,
-        }
-        return self.fakes["tensorrt_llm.runtime.generation.ModelConfig"](**given | changes)
+    def engine_config(self) -> Any:
+        names, stock = self.fakes.classes, self.built.stock
+        plugins = names["tensorrt_llm.plugin.plugin.PluginConfig"](tokens_per_block=self.built.memory.page_size)
+        sizes = {name: self.options[name] for name in SIZES}
+        build = names["tensorrt_llm.builder.BuildConfig"](
+            plugin_config=plugins, kv_cache_type=KVCacheType.PAGED, **sizes
+        )
+        pretrained = stock.config(bpkv=self.built.settings.document())
+        return names["tensorrt_llm.builder.EngineConfig"](pretrained, build, "1.2.1")
+
+    def save(self, folder: Path) -> Path:
+        """The engine's folder, as the build leaves it."""
+        self.fakes["tensorrt_llm.builder.Engine"](self.engine_config(), BUFFER).save(str(folder))
+        EngineSidecar.write(folder, self.built.settings, {})
+        return folder
 
     def session(self, kind: type | None = None, **options: Any) -> Any:
         """A session of a class, the stock one by itself."""
-        made = self.fakes["tensorrt_llm.runtime.generation.GenerationSession"] if kind is None else kind
-        return made(self.model_config(), BUFFER, self.fakes["tensorrt_llm.mapping.Mapping"](), **options)
+        made = self.fakes[f"{GENERATION}.GenerationSession"] if kind is None else kind
+        to_model_config = self.fakes["tensorrt_llm.runtime.model_runner._engine_config_to_model_config"]
+        model_config = to_model_config(self.engine_config(), gpu_weights_percent=1)
+        return made(model_config, BUFFER, self.fakes["tensorrt_llm.mapping.Mapping"](), **options)
 
     def sampling(self, **changes: Any) -> Any:
         """Greedy, and without an end."""
-        kind = self.fakes["tensorrt_llm.runtime.generation.SamplingConfig"]
-        return kind(**{"end_id": NO_TOKEN, "pad_id": 0} | changes)
+        return self.fakes[f"{GENERATION}.SamplingConfig"](**{"end_id": NO_TOKEN, "pad_id": 0} | changes)
 
     def decode(self, session: Any, prompts: Sequence[Sequence[int]], new_tokens: int, **options: Any) -> Any:
-        """What `decode` returns for a batch; options: its own, and `end_id`, `temperature`, .. of `sampling`."""
-        names = self.fakes["tensorrt_llm.runtime.generation.SamplingConfig"].contract
-        chosen = {name: options.pop(name) for name in list(options) if name in names and name not in DECODING}
-        lengths = [len(prompt) for prompt in prompts]
-        session.setup(len(prompts), max(lengths), new_tokens)
+        """What `decode` returns for a batch; options: its own, and those of `sampling`."""
+        names = self.fakes[f"{GENERATION}.SamplingConfig"].contract
+        chosen = {name: options.pop(name) for name in list(options) if name in names and name not in OF_DECODE}
+        lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32)
+        session.setup(len(prompts), int(lengths.max()), new_tokens)
         packed = torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int32)
-        return session.decode(packed, torch.tensor(lengths, dtype=torch.int32), self.sampling(**chosen), **options)
-
-
-DECODING = ("stop_words_list", "bad_words_list", "output_sequence_lengths", "return_dict")  # options of `decode` too
+        return session.decode(packed, lengths, self.sampling(**chosen), **options)
 
 
 def answers(output_ids: Tensor, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
