@@ -1,6 +1,7 @@
 """Evaluates a real TensorRT network on the CPU: what each of its layers says it does, done by torch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -25,76 +26,113 @@ ELEMENTWISE = {
     "EQUAL": torch.eq,
 }
 UNARY = {"EXP": torch.exp, "LOG": torch.log, "SQRT": torch.sqrt, "RECIP": torch.reciprocal}
+SIZES = {"slice": (2,)}  # inputs that say how large the output is
 REDUCE = {"SUM": torch.sum, "AVG": torch.mean, "MAX": largest}
 
 
-class NetworkWalk:
-    """Tensors by name, each computed when it is asked for and kept."""
+def torch_types(trt: ModuleType) -> dict[Any, torch.dtype]:
+    """By TensorRT's."""
+    return {
+        trt.float32: torch.float32,
+        trt.float16: torch.float16,
+        trt.bfloat16: torch.bfloat16,
+        trt.int32: torch.int32,
+        trt.int64: torch.int64,
+        trt.bool: torch.bool,
+    }
 
-    def __init__(self, network: Any, trt: ModuleType, feed: Feed) -> None:
-        """feed: an input's value, or what gives it when a layer first needs it; a bf16 constant's, by its layer."""
-        self.trt = trt
-        self.dtypes = {
-            trt.float32: torch.float32,
-            trt.float16: torch.float16,
-            trt.bfloat16: torch.bfloat16,
-            trt.int32: torch.int32,
-            trt.int64: torch.int64,
-            trt.bool: torch.bool,
-        }
-        self.feed = feed
-        self.inputs = {tensor.name: tensor for tensor in map(network.get_input, range(network.num_inputs))}
-        self.known: dict[str, Tensor] = {}
-        self.producers: dict[str, Any] = {}
+
+class NetworkReading:
+    """What a network's layers and inputs say of themselves. It does not change, so walks may share one."""
+
+    def __init__(self, network: Any, trt: ModuleType) -> None:
+        self.trt, self.dtypes = trt, torch_types(trt)
+        self.sizes = (network.num_inputs, network.num_layers)
+        self.tensors = {tensor.name: self._said(tensor) for tensor in map(network.get_input, range(network.num_inputs))}
+        self.inputs = set(self.tensors)
+        self.producers: dict[str, ReadLayer] = {}
         for layer in map(network.get_layer, range(network.num_layers)):
-            for index in range(layer.num_outputs):
-                name = layer.get_output(index).name
-                assert name not in self.producers, f"two tensors are called {name}"
-                self.producers[name] = layer
+            inputs = [layer.get_input(index) for index in range(layer.num_inputs)]
+            outputs = [layer.get_output(index) for index in range(layer.num_outputs)]
+            names = [None if each is None else each.name for each in inputs]
+            read = ReadLayer(layer, str(layer.type).rpartition(".")[2].lower(), names, [each.name for each in outputs])
+            for tensor in outputs:
+                assert tensor.name not in self.producers, f"two tensors are called {tensor.name}"
+                self.producers[tensor.name], self.tensors[tensor.name] = read, self._said(tensor)
+
+    def still_of(self, network: Any) -> bool:
+        return self.sizes == (network.num_inputs, network.num_layers)
+
+    def check(self, name: str, value: Tensor) -> None:
+        """What TensorRT says of the tensor holds for the value."""
+        dtype, sizes = self.tensors[name]
+        assert value.dtype == dtype, f"{name}: {value.dtype} for {dtype}"
+        fits = len(sizes) == value.dim() and all(a in (-1, b) for a, b in zip(sizes, value.shape, strict=True))
+        assert fits, f"{name}: {tuple(value.shape)} for {sizes}"
+
+    def _said(self, tensor: Any) -> tuple[torch.dtype, tuple[int, ...]]:
+        return self.dtypes[tensor.dtype], tuple(tensor.shape)
+
+
+@dataclass
+class ReadLayer:
+    layer: Any
+    kind: str
+    inputs: list[str | None]
+    outputs: list[str]
+    constant: Tensor | None = None
+
+
+class NetworkWalk:
+    """Tensors by name, each computed when it is asked for and kept.
+
+    Inputs without values, on torch's device `meta`, give tensors without values: their shapes are what is wanted.
+    """
+
+    def __init__(self, reading: NetworkReading, feed: Feed) -> None:
+        """feed: an input's value, or what gives it when a layer first needs it; a bf16 constant's, by its layer."""
+        self.reading, self.trt, self.dtypes, self.feed = reading, reading.trt, reading.dtypes, feed
+        self.known: dict[str, Tensor] = {}
 
     def __getitem__(self, tensor: Any) -> Tensor:
-        name = tensor.name
-        if name in self.known:
-            return self.known[name]
-        if name in self.inputs:
-            given = self.feed[name]
-            self.known[name] = given if isinstance(given, Tensor) else given()
-            self._check(self.inputs[name])
-        else:
-            self._evaluate(self.producers[name])
+        return self._value(tensor.name)
+
+    def _value(self, name: str) -> Tensor:
+        if name not in self.known:
+            if name in self.reading.inputs:
+                given = self.feed[name]
+                self._keep(name, given if isinstance(given, Tensor) else given())
+            else:
+                self._evaluate(self.reading.producers[name])
         return self.known[name]
 
-    def _evaluate(self, layer: Any) -> None:
-        kind = str(layer.type).rpartition(".")[2].lower()
-        evaluate = getattr(self, f"_{kind}", None)
-        if evaluate is None:
-            raise NotImplementedError(f"{layer.name} is a {kind} layer, which this walk does not know")
-        given = [layer.get_input(index) for index in range(layer.num_inputs)]
-        inputs = [None if tensor is None else self[tensor] for tensor in given]
-        results = evaluate(layer, *inputs)
-        for index, result in enumerate(results if isinstance(results, tuple) else (results,)):
-            tensor = layer.get_output(index)
-            self.known[tensor.name] = result
-            self._check(tensor)
+    def _keep(self, name: str, value: Tensor) -> None:
+        self.reading.check(name, value)
+        self.known[name] = value
 
-    def _check(self, tensor: Any) -> None:
-        """What TensorRT says of the tensor holds for the value."""
-        value = self.known[tensor.name]
-        assert value.dtype == self.dtypes[tensor.dtype], f"{tensor.name}: {value.dtype} for {tensor.dtype}"
-        sizes = tuple(tensor.shape)
-        fits = len(sizes) == value.dim() and all(a in (-1, b) for a, b in zip(sizes, value.shape, strict=True))
-        assert fits, f"{tensor.name}: {tuple(value.shape)} for {sizes}"
+    def _evaluate(self, read: ReadLayer) -> None:
+        evaluate = getattr(self, f"_{read.kind}", None)
+        if evaluate is None:
+            raise NotImplementedError(f"{read.layer.name} is a {read.kind} layer, which this walk does not know")
+        if read.kind == "constant":
+            results = self._constant(read)
+        else:
+            inputs = [None if name is None else self._value(name) for name in read.inputs]
+            results = evaluate(read.layer, *without_values(inputs, but=SIZES.get(read.kind, ())))
+        for name, result in zip(read.outputs, results if isinstance(results, tuple) else (results,), strict=True):
+            self._keep(name, result)
 
     def _cast_to(self, layer: Any, kind: str) -> Any:
         layer.__class__ = getattr(self.trt, kind)  # how the bindings give a layer its own attributes
         return layer
 
-    def _constant(self, layer: Any) -> Tensor:
-        layer = self._cast_to(layer, "IConstantLayer")
-        shape, weights = tuple(layer.shape), layer.weights
-        if isinstance(weights, self.trt.Weights):  # of a type that NumPy lacks
-            return self.feed[layer.name]
-        return torch.from_numpy(weights.copy()).reshape(shape)
+    def _constant(self, read: ReadLayer) -> Tensor:
+        if read.constant is None:
+            layer = self._cast_to(read.layer, "IConstantLayer")
+            if isinstance(layer.weights, self.trt.Weights):  # of a type that NumPy lacks
+                return self.feed[layer.name]
+            read.constant = torch.from_numpy(layer.weights.copy()).reshape(tuple(layer.shape))
+        return read.constant
 
     def _cast(self, layer: Any, x: Tensor) -> Tensor:
         return x.to(self.dtypes[self._cast_to(layer, "ICastLayer").to_type])
@@ -170,3 +208,10 @@ class NetworkWalk:
         axis = mask.bit_length() - 1
         assert mask == 1 << axis
         return axis
+
+
+def without_values(inputs: list[Tensor | None], but: Sequence[int]) -> list[Tensor | None]:
+    """All of them, if one is; sizes (`but` these inputs) keep theirs."""
+    if not any(each is not None and each.is_meta for each in inputs):
+        return inputs
+    return [each if each is None or index in but else each.to("meta") for index, each in enumerate(inputs)]

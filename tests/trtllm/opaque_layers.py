@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tests.trtllm.checked_tensorrt import CheckedModule, CheckedNetwork, Description
-from tests.trtllm.network_walk import Feed, NetworkWalk
+from tests.trtllm.network_walk import Feed, NetworkReading, NetworkWalk
 
 Evaluate = Callable[..., Tensor]
 
@@ -19,6 +19,7 @@ class OpaqueLayers:
     def __init__(self, trt: ModuleType, network: Any) -> None:
         self.trt, self.network = trt, network
         self.added: list[OpaqueLayer] = []
+        self._reading: NetworkReading | None = None
 
     def add(self, kind: str, inputs: Sequence[Any], dtype: Any, shape: Sequence[int], evaluate: Evaluate) -> Any:
         """evaluate: from the values of the inputs, each None where the input is."""
@@ -32,7 +33,9 @@ class OpaqueLayers:
             return lambda: layer.evaluate(*(None if each is None else walk[each] for each in layer.inputs))
 
         outputs = {layer.given.name: given(layer) for layer in self.added}
-        walk = NetworkWalk(self.network, self.trt, dict(feed) | outputs)
+        if self._reading is None or not self._reading.still_of(self.network):
+            self._reading = NetworkReading(self.network, self.trt)
+        walk = NetworkWalk(self._reading, dict(feed) | outputs)
         return walk
 
 

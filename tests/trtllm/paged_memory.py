@@ -58,6 +58,8 @@ class PagedMemory:
         assert table is not None and lengths is not None and context is not None and generation is not None
         qkv = values["qkv"]
         assert qkv is not None
+        if qkv.is_meta:
+            return qkv.new_empty(len(qkv), heads * width)
         outputs, start = [], 0
         for sequence, length in enumerate(lengths.tolist()):
             count = 1 if generation[sequence] else int(context[sequence])
@@ -88,11 +90,13 @@ class PagedMemory:
     def score(self, fields: Mapping[str, Any], *inputs: Tensor) -> Tensor:
         """`BpkvScore` by the core: its inputs and fields -> [B, Hkv, T] fp32."""
         q, context, readout, p, weights, offsets, table, lengths, addresses = inputs
-        assert addresses.tolist() == self.addresses.tolist()
         layer, kv_heads, group = (int(fields[name][0]) for name in ("layer_in_pool", "kv_heads", "query_heads"))
         group //= kv_heads
         longest = table.shape[3] * self.page_size if len(q) else 0
-        scores = torch.zeros(len(lengths), kv_heads, longest)
+        scores = torch.zeros(len(lengths), kv_heads, longest, device=q.device)
+        if q.is_meta:
+            return scores
+        assert addresses.tolist() == self.addresses.tolist()
         for sequence, length in enumerate(lengths.tolist()):
             span = slice(*offsets[sequence : sequence + 2].tolist())
             if span.start == span.stop:

@@ -11,7 +11,7 @@ from bpkv_trt.trtllm.graph import Graph, Value
 from bpkv_trt.trtllm.ranks import Ranks
 from bpkv_trt.trtllm.readout import HeadWeights, PostAttentionNorm, Readout
 from tests.trtllm.example_model import POST_EPS, ExampleModel
-from tests.trtllm.network_walk import NetworkWalk
+from tests.trtllm.network_walk import NetworkReading, NetworkWalk
 
 
 class ReadoutNetwork:
@@ -63,7 +63,7 @@ class ReadoutNetwork:
         return shared | {f"readout_{layer}": tensor for layer, tensor in enumerate(self.layers)}
 
     def walk(self) -> NetworkWalk:
-        return NetworkWalk(self.network, self.trt, self.feed)
+        return NetworkWalk(NetworkReading(self.network, self.trt), self.feed)
 
     def values(self) -> dict[str, Tensor]:
         walk = self.walk()

@@ -21,6 +21,7 @@ from tests.trtllm.contract.fakes import Fakes, Implementation, implementations_o
 from tests.trtllm.network_walk import Feed, NetworkWalk
 from tests.trtllm.opaque_layers import Creator, OpaqueLayers, PluginModule, PluginNetwork
 from tests.trtllm.paged_memory import PagedMemory
+from tests.trtllm.stock_inputs import InputSizes
 
 TYPES = {"float32": torch.float32, "float16": torch.float16}
 ATTENTION_TENSORS = (
@@ -88,6 +89,11 @@ class Stock:
     def marked(self) -> list[Any]:
         return [self.network.get_output(index) for index in range(self.network.num_outputs)]
 
+    def profile(self, name: str) -> list[tuple[int, ...]]:
+        """Least, usual and largest shape of a declared input."""
+        ranges = [each[0] if isinstance(each[0], list) else [each[0]] * 3 for each in self.profiles[name].values()]
+        return list(zip(*ranges, strict=True))
+
     def build(self, sizes: Mapping[str, tuple[int, int, int]]) -> bytes | None:
         """An engine of TensorRT-RTX, or None where it refuses the network.
 
@@ -95,9 +101,10 @@ class Stock:
         """
         config, profile = self.builder.create_builder_config(), self.builder.create_optimization_profile()
         for tensor in map(self.network.get_input, range(self.network.num_inputs)):
+            declared = self.profile(tensor.name) if tensor.name in self.profiles else [(None,) * len(tensor.shape)] * 3
             known = [
-                (size,) * 3 if size >= 0 else sizes.get(f"{tensor.name}/{axis}", sizes.get(tensor.name))
-                for axis, size in enumerate(tensor.shape)
+                (size,) * 3 if size >= 0 else sizes.get(f"{tensor.name}/{axis}", sizes.get(tensor.name, usual))
+                for axis, (size, usual) in enumerate(zip(tensor.shape, zip(*declared, strict=True), strict=True))
             ]
             profile.set_shape(tensor.name, *zip(*known, strict=True))
         config.add_optimization_profile(profile)
@@ -318,30 +325,22 @@ class Stock:
         return constructor
 
     def _prepare_inputs(self, /, **arguments: Any) -> dict[str, Any]:
-        declare, trt = self.fakes["tensorrt_llm.functional.Tensor"], self.trt
-        layers = self.fakes.classes
-
-        def declared(name: str, shape: list[int], dtype: Any = None) -> Any:
-            ranges = {f"{name}_{index}": [size] for index, size in enumerate(shape)}
-            return declare(name=name, dtype=trt.int32 if dtype is None else dtype, shape=shape, dim_range=ranges)
-
-        cache = layers["tensorrt_llm.layers.attention.KeyValueCacheParams"](
-            kv_cache_block_offsets=declared("kv_cache_block_offsets", [-1, -1, 2, -1]),
+        declare, kinds = self.fakes["tensorrt_llm.functional.Tensor"], self.fakes.classes
+        sizes = InputSizes(
+            self.model.config.num_hidden_layers,
+            self.memory.page_size,
+            *(arguments[name] for name in ("max_batch_size", "max_seq_len", "max_num_tokens")),
         )
-        attention = layers["tensorrt_llm.layers.attention.AttentionParams"](
-            sequence_length=declared("sequence_length", [-1]),
-            context_lengths=declared("context_lengths", [-1]),
-            host_request_types=declared("host_request_types", [-1]),
-        )
-        return {
-            "input_ids": declared("input_ids", [-1]),
-            "position_ids": declared("position_ids", [-1]),
-            "use_cache": True,
-            "last_token_ids": declared("last_token_ids", [-1]),
-            "attention_mask": None,
-            "kv_cache_params": cache,
-            "attention_params": attention,
-        }
+        declared = {}
+        for name, (dtype, dimensions) in sizes.inputs().items():
+            ranges = {f"{name}_{axis}": [size] for axis, size in enumerate(dimensions)}
+            shape = [-1 if isinstance(size, list) else size for size in dimensions]
+            declared[name] = declare(name=name, dtype=getattr(self.trt, dtype), shape=shape, dim_range=ranges)
+        given = {"use_cache": True, "attention_mask": None}
+        for key, short in (("kv_cache_params", "KeyValueCacheParams"), ("attention_params", "AttentionParams")):
+            kind = kinds[f"tensorrt_llm.layers.attention.{short}"]
+            given[key] = kind(**{name: declared.pop(name) for name in list(declared) if name in kind.contract})  # type: ignore[attr-defined]
+        return given | declared
 
     def _forward(self, /, **arguments: Any) -> Any:
         model = arguments["self"]
@@ -350,7 +349,7 @@ class Stock:
         attention.embed_positions_for_gpt_attention = model.embed_positions_for_gpt_attention.value
         passed = ("input_ids", "position_ids", "use_cache", "attention_mask", "kv_cache_params", "attention_params")
         hidden, presents = model.transformer.forward(**{name: arguments[name] for name in passed})
-        last = self.value(hidden).gather(self.value(arguments["last_token_ids"]))
+        last = self.value(hidden).gather(self.value(arguments["last_token_ids"]) - 1.0)  # they count from 1
         logits = self._product(last, model.lm_head).cast(self.trt.float32).tensor  # of this rank's rows
         logits.name = "logits"
         self.network.mark_output(logits)
