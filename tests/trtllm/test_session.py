@@ -3,6 +3,7 @@
 import copy
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -115,6 +116,60 @@ def test_l1_a_budget_of_everything_is_the_stock_session(place):
     ours, stock = (place.decode(each, PROMPTS, NEW, **options) for each in (session, unscored(place)))
     assert torch.equal(torch.stack(ours["generation_logits"]), torch.stack(stock["generation_logits"]))
     assert [[each.note for each in own] for own in session.events] == [["within the budget 1"]] * 3
+
+
+def test_a_stream_gives_every_step_and_then_what_was_compacted(place):
+    config = place.built.settings.configured(regime="prefill,generation")
+    whole, streamed = open_session(place, config), open_session(place, config)
+    final = place.decode(whole, PROMPTS, NEW)
+    steps = list(place.decode(streamed, PROMPTS, NEW, streaming=True))
+    full = answers(final, PROMPTS, NEW)
+    for index, output in enumerate(steps[:NEW]):
+        assert [own[: index + 1] for own in answers(output, PROMPTS, NEW)] == [own[: index + 1] for own in full]
+    assert [evictions(own, NEW) for own in streamed.events] == [evictions(own, NEW) for own in whole.events]
+    assert any(evictions(own, NEW) for own in whole.events)
+
+    few = place.decode(streamed, PROMPTS, NEW, streaming=True)
+    next(few)
+    few.close()
+    assert [own[0].regime for own in streamed.events] == ["prefill"] * 3
+    assert torch.equal(place.decode(streamed, PROMPTS, NEW), final)  # nothing is left of it
+
+
+def test_stop_words_are_found_by_logical_length(place):
+    session = open_session(place, place.built.settings.configured(regime="prefill,generation"))
+    full = answers(place.decode(session, PROMPTS[:1], NEW), PROMPTS[:1], NEW)[0]
+    at = next(at for at in range(14, NEW - 1) if full[at : at + 2] not in [full[i : i + 2] for i in range(at)])
+    words = np.array([[full[at : at + 2], [2, -1]]], dtype=np.int32)
+    given = {"return_dict": True, "output_sequence_lengths": True, "stop_words_list": words}
+    outputs = place.decode(session, PROMPTS[:1], NEW, **given)
+    assert outputs["sequence_lengths"].item() == len(PROMPTS[0]) + at + 2
+    assert answers(outputs["output_ids"], PROMPTS[:1], NEW)[0][: at + 2] == full[: at + 2]
+    assert len(evictions(session.events[0], at)) > 1
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_l8_logits_that_are_no_numbers_evict_nothing(place, value, monkeypatch):
+    stock = place.engine._run
+
+    def spoiled(feed):
+        outputs = stock(feed)
+        if len(outputs["bpkv_covered_mass"]):
+            outputs["bpkv_covered_mass"][[1, -1]] = value  # a row of each sequence
+        return outputs
+
+    monkeypatch.setattr(place.engine, "_run", spoiled)
+    session = open_session(place, place.built.settings.configured(regime="prefill"))
+    place.decode(session, PROMPTS[:2], 6)
+    assert all("scores are NaN or Inf" in own[0].note for own in session.events)
+    assert all(own[0].entries_after == own[0].entries_before for own in session.events)
+
+
+def test_a_session_begins_anew_with_every_decode(place):
+    session = open_session(place)
+    first, second = ([PROMPTS[0]], PROMPTS[1:]), (PROMPTS[1:], [PROMPTS[0]])
+    outputs = [[answers(place.decode(session, own, NEW), own, NEW) for own in order] for order in (first, second)]
+    assert outputs[0] == outputs[1][::-1]
 
 
 def test_hundreds_of_random_batches(place):
