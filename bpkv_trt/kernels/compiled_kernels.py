@@ -70,6 +70,11 @@ class CompiledKernels:
         device, stream = current_stream(_device_of(launch))
         self._device(device).launch(launch, stream)
 
+    def unload(self) -> None:
+        """Free what is loaded on GPUs, as the end of this object does; no work of it may be left there."""
+        with self._lock:
+            self._devices.clear()
+
     def _device(self, ordinal: int) -> "_Device":
         with self._lock:
             if ordinal not in self._devices:

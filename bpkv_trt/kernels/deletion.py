@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from bpkv_trt.core.deletion import DeletionStatistics
-from bpkv_trt.kernels.arguments import expect
+from bpkv_trt.kernels.arguments import aligned, expect
 from bpkv_trt.kernels.language import tl, triton
 from bpkv_trt.kernels.launch import launch
 from bpkv_trt.kernels.lse import INFINITY, attention, expect_queries
@@ -57,7 +57,7 @@ def deletion_statistics(
             partial_statistics,
             (2 * blocks.count * splits, cache.kv_heads, cache.sequences),
             q,
-            evict.view(torch.uint8),
+            aligned(evict.view(torch.uint8)),
             centre,
             offsets,
             cache.addresses,
@@ -137,12 +137,12 @@ def nomination(
         nominate_entries,
         (ceil_div(longest, tile), cache.kv_heads, cache.sequences),
         q,
-        evict.view(torch.uint8),
+        aligned(evict.view(torch.uint8)),
         centre,
-        mass,
+        aligned(mass),
         (contexts * slopes).sum(-1),
         slopes,
-        least,
+        aligned(least),
         offsets,
         cache.addresses,
         cache.key_pages,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 from bpkv_trt.documents import usable_cores, write_whole
 from bpkv_trt.errors import InputError
@@ -30,8 +31,17 @@ class KernelBundle:
         return checksum(self.bundle)
 
 
-def compile_bundle(launches: Iterable[Launch], targets: Sequence[str], cache: Path | None) -> bytes:
-    """What these launches need, compiled without a GPU, or what an earlier call with equal kernels left in `cache`.
+Bundle = TypeVar("Bundle", bound=KernelBundle)
+
+
+def compile_bundle(
+    kind: type[Bundle],
+    configuration: KernelConfiguration,
+    launches: Iterable[Launch],
+    targets: Sequence[str],
+    cache: Path | None,
+) -> Bundle:
+    """What a configuration's launches need, compiled without a GPU, or what was left in `cache` by an earlier call.
 
     targets: keys of `kernels.aot.TARGETS`. cache: a folder, by default `kernels` in the user's cache directory. Other
     processes are started to compile, so that a script calls this under `if __name__ == "__main__":`. Raises ConfigError
@@ -58,7 +68,7 @@ def compile_bundle(launches: Iterable[Launch], targets: Sequence[str], cache: Pa
             f"The compiled kernels cannot be kept in {path} ({error.strerror}); remove what is there, or set "
             "BPKV_CACHE_DIR to a folder that can be written."
         ) from None
-    return bundle
+    return kind(configuration, tuple(targets), bundle)
 
 
 def _kept(path: Path) -> bytes | None:

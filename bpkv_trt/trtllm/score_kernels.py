@@ -16,4 +16,4 @@ def compile_score_kernels(
     configuration: KernelConfiguration, targets: Sequence[str] = tuple(TARGETS), cache: Path | None = None
 ) -> ScoreKernels:
     """Targets, cache and errors are those of `compile_bundle`."""
-    return ScoreKernels(configuration, tuple(targets), compile_bundle(score_launches(configuration), targets, cache))
+    return compile_bundle(ScoreKernels, configuration, score_launches(configuration), targets, cache)

@@ -22,5 +22,4 @@ def compile_session_kernels(
     configuration: KernelConfiguration, targets: Sequence[str] = tuple(TARGETS), cache: Path | None = None
 ) -> SessionKernels:
     """Targets, cache and errors are those of `compile_bundle`."""
-    launches = session_launches(configuration)
-    return SessionKernels(configuration, tuple(targets), compile_bundle(launches, targets, cache))
+    return compile_bundle(SessionKernels, configuration, session_launches(configuration), targets, cache)

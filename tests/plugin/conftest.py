@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import tests.kernels.interpreter  # noqa: F401
-from bpkv_trt.kernels.configuration import score_launches
-from tests.plugin.bundle_reader import read_bundle
-from tests.plugin.configurations import CONFIGURATIONS
+from bpkv_trt.kernels.bundle import unpack, unsealed
+from bpkv_trt.kernels.configuration import score_launches, session_launches
+from tests.plugin.configurations import CONFIGURATIONS, SESSION
 from tests.plugin.host import Host
 from tests.plugin.stand_in_driver import StandInDriver
 from tests.tensorrt_folder import dispatch_library
@@ -94,16 +94,24 @@ def bundle_files(made_once: Callable[..., Path]) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
+def session_file(bundle_files: dict[str, Path]) -> Path:
+    """The kernels of a session, as they lie beside an engine."""
+    return bundle_files["fp32"].with_name("session.kernels")
+
+
+@pytest.fixture(scope="session")
 def bundles(bundle_files: dict[str, Path]) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in bundle_files.items()}
 
 
 @pytest.fixture(scope="session")
-def _stand_in(native: Path, bundles: dict[str, bytes]) -> StandInDriver:
+def _stand_in(native: Path, bundles: dict[str, bytes], session_file: Path) -> StandInDriver:
     driver = StandInDriver(native / "stand_in" / "libcuda.so.1")
     for name, configuration in CONFIGURATIONS.items():
-        _, kernels = read_bundle(bundles[name])
+        _, kernels = unpack(bundles[name])
         driver.knows(kernels, score_launches(configuration))
+    _, kernels = unpack(unsealed(session_file.read_bytes()))
+    driver.knows(kernels, session_launches(SESSION))
     return driver
 
 
