@@ -42,7 +42,8 @@ class Launched:
     threads: int
     shared_bytes: int
     stream: int
-    arguments: dict[str, Any]  # by the kernel's names: addresses and numbers
+    types: dict[str, str]  # by the kernel's names of its arguments, in order
+    arguments: dict[str, Any]  # likewise: addresses and numbers
     constants: dict[str, str]
 
 
@@ -99,6 +100,7 @@ class StandInDriver:
                     threads,
                     shared,
                     stream or 0,
+                    dict(kernel.arguments),
                     {
                         name: value.data_ptr() if isinstance(value, torch.Tensor) else value
                         for name, value in by_name.items()

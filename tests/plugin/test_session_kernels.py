@@ -1,6 +1,10 @@
 """Stage 2 and compaction by compiled kernels, through a stand-in for CUDA's driver, are what Triton's launches do."""
 
 import gc
+import json
+import struct
+import subprocess
+import sys
 import threading
 from dataclasses import dataclass
 
@@ -14,7 +18,7 @@ from bpkv_trt.core.two_stage import two_stage
 from bpkv_trt.errors import BpkvError, InputError
 from bpkv_trt.kernels import compiled_kernels
 from bpkv_trt.kernels.aot import variants_of
-from bpkv_trt.kernels.bundle import MAGIC, VERSION, sealed, unsealed
+from bpkv_trt.kernels.bundle import MAGIC, VERSION, sealed, unpack, unsealed
 from bpkv_trt.kernels.compact import compact
 from bpkv_trt.kernels.compiled_kernels import CompiledKernels, Stream
 from bpkv_trt.kernels.configuration import Sizes, launch_all, session_launches
@@ -25,7 +29,9 @@ from bpkv_trt.kernels.variant import Variant
 from bpkv_trt.policies.evidence import evidence_of
 from bpkv_trt.pool.plan import CompactionPlan
 from tests.core.conftest import make_sequence
+from tests.plugin import session_calls
 from tests.plugin.configurations import SESSION
+from tests.plugin.conftest import COMPILED, ROOT
 from tests.pool.stock_session import StockSession
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
@@ -162,14 +168,35 @@ def test_a_gpu_of_its_own_each(kernels, driver, monkeypatch):
     assert [(each.device, each.stream) for each in driver.launched] == [(0, 0), (2, 0)]
 
 
-def test_shared_memory_above_what_needs_no_asking_is_asked_for_once(kernels, driver):
-    compiled = [each for by in kernels._by_target.values() for each in by.values() if each.shared_bytes > 48 * 1024]
-    with launched_by(kernels):
-        compacted(1)
-        compacted(1)
-    asked = {each.name for each in compiled} & {each.kernel for each in driver.launched}
-    assert driver.count("attributes") == len(asked)
-    assert {each.shared_bytes > 48 * 1024 for each in driver.launched if each.kernel in asked} <= {True}
+def test_shared_memory_above_what_needs_no_asking_is_asked_for_once(session_file, driver, monkeypatch):
+    monkeypatch.setattr(compiled_kernels, "current_stream", lambda device: Stream(DEVICE, STREAM))
+    bundle, least = unsealed(session_file.read_bytes()), 48 * 1024
+    [own] = [kernel.shared_bytes for kernel in unpack(bundle)[1] if kernel.name == "pack_rows"]
+    memory, cache = small_cache()
+    for shared, asked in ((own, 0), (least, 0), (least + 1, 1)):
+        place = b"pack_rows" + struct.pack("<I", 256)
+        assert bundle.count(place + struct.pack("<I", own)) == 1
+        changed = bundle.replace(place + struct.pack("<I", own), place + struct.pack("<I", shared))
+        with launched_by(CompiledKernels(changed)):
+            pack(cache)
+            pack(cache)
+        assert driver.launched[-1].shared_bytes == shared and driver.count("attributes") == asked
+
+
+def test_without_triton_the_driver_is_asked_for_what_triton_would_run(native, session_file, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['triton'] = None\n")
+    environment = COMPILED | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    command = [sys.executable, session_calls.__file__, native / "stand_in" / "libcuda.so.1", session_file]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    with recorded() as notes:
+        session_calls.call_all()
+    assert told["asked"] == [session_calls.described(launch) for launch in notes]
+    assert {each["kernel"] for each in told["asked"]} == CALLED and told["loaded"] == []
+    run, pool = told["refusals"]
+    assert run.startswith("The kernel partial_log_sum_exp cannot run: Triton is not installed. pip install")
+    assert "its kernels need Triton, which is not installed" in pool
 
 
 def test_kernels_that_nobody_holds_are_unloaded(session_file, driver, monkeypatch):
