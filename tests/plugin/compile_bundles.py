@@ -8,11 +8,12 @@ from pathlib import Path
 
 from bpkv_trt.trtllm.score_kernels import compile_score_kernels
 from bpkv_trt.trtllm.session_kernels import compile_session_kernels
-from tests.plugin.configurations import CONFIGURATIONS, SESSION, TARGETS
+from tests.plugin.configurations import CONFIGURATIONS, SESSIONS, TARGETS
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     for name, configuration in CONFIGURATIONS.items():
         kernels = compile_score_kernels(configuration, TARGETS[name], folder / "cache")
         (folder / f"{name}.bundle").write_bytes(kernels.bundle)
-    compile_session_kernels(SESSION, ["90a"], folder / "session_cache").write(folder / "session.kernels")
+    for name, configuration in SESSIONS.items():
+        compile_session_kernels(configuration, ["90a"], folder / "session_cache").write(folder / f"{name}.kernels")

@@ -13,7 +13,7 @@ import torch
 import tests.kernels.interpreter  # noqa: F401
 from bpkv_trt.kernels.bundle import unpack, unsealed
 from bpkv_trt.kernels.configuration import score_launches, session_launches
-from tests.plugin.configurations import CONFIGURATIONS, SESSION
+from tests.plugin.configurations import CONFIGURATIONS, SESSIONS
 from tests.plugin.host import Host
 from tests.plugin.stand_in_driver import StandInDriver
 from tests.tensorrt_folder import dispatch_library
@@ -94,9 +94,9 @@ def bundle_files(made_once: Callable[..., Path]) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
-def session_file(bundle_files: dict[str, Path]) -> Path:
-    """The kernels of a session, as they lie beside an engine."""
-    return bundle_files["fp32"].with_name("session.kernels")
+def session_files(bundle_files: dict[str, Path]) -> dict[str, Path]:
+    """The kernels of sessions, as they lie beside an engine."""
+    return {name: bundle_files["fp32"].with_name(f"{name}.kernels") for name in SESSIONS}
 
 
 @pytest.fixture(scope="session")
@@ -105,13 +105,14 @@ def bundles(bundle_files: dict[str, Path]) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="session")
-def _stand_in(native: Path, bundles: dict[str, bytes], session_file: Path) -> StandInDriver:
+def _stand_in(native: Path, bundles: dict[str, bytes], session_files: dict[str, Path]) -> StandInDriver:
     driver = StandInDriver(native / "stand_in" / "libcuda.so.1")
     for name, configuration in CONFIGURATIONS.items():
         _, kernels = unpack(bundles[name])
         driver.knows(kernels, score_launches(configuration))
-    _, kernels = unpack(unsealed(session_file.read_bytes()))
-    driver.knows(kernels, session_launches(SESSION))
+    for name, configuration in SESSIONS.items():
+        _, kernels = unpack(unsealed(session_files[name].read_bytes()))
+        driver.knows(kernels, session_launches(configuration))
     return driver
 
 

@@ -6,11 +6,12 @@ import struct
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
+from bpkv_trt.core.divergence import FisherDivergence, position_weights
 from bpkv_trt.core.evidence import score_entries
 from bpkv_trt.core.evidence_source import EvidenceSource
 from bpkv_trt.core.quota import Quota
@@ -21,16 +22,16 @@ from bpkv_trt.kernels.aot import variants_of
 from bpkv_trt.kernels.bundle import MAGIC, VERSION, sealed, unpack, unsealed
 from bpkv_trt.kernels.compact import compact
 from bpkv_trt.kernels.compiled_kernels import CompiledKernels, Stream
-from bpkv_trt.kernels.configuration import Sizes, launch_all, session_launches
+from bpkv_trt.kernels.configuration import KernelConfiguration, Sizes, launch_all, session_launches
 from bpkv_trt.kernels.launch import launched_by, recorded
 from bpkv_trt.kernels.lse import log_sum_exp
-from bpkv_trt.kernels.paged import PagedCache
+from bpkv_trt.kernels.paged import CacheType, PagedCache
 from bpkv_trt.kernels.variant import Variant
 from bpkv_trt.policies.evidence import evidence_of
 from bpkv_trt.pool.plan import CompactionPlan
-from tests.core.conftest import make_sequence
+from tests.core.conftest import FixedReadout, make_sequence
 from tests.plugin import session_calls
-from tests.plugin.configurations import SESSION
+from tests.plugin.configurations import SESSION, SESSIONS
 from tests.plugin.conftest import COMPILED, ROOT
 from tests.pool.stock_session import StockSession
 
@@ -50,9 +51,18 @@ CALLED = {
 
 
 @pytest.fixture
-def kernels(session_file, driver, monkeypatch):
-    """As a session has them, for tensors of the CPU as if these lay on a GPU."""
+def session_file(session_files):
+    return session_files["logits"]
+
+
+@pytest.fixture
+def of_the_cpu(monkeypatch):
+    """Tensors of the CPU are taken as if these lay on a GPU."""
     monkeypatch.setattr(compiled_kernels, "current_stream", lambda device: Stream(DEVICE, STREAM))
+
+
+@pytest.fixture
+def kernels(session_file, driver, of_the_cpu):
     kernels = CompiledKernels.read(session_file)
     yield kernels
     kernels.unload()
@@ -65,36 +75,47 @@ class Outcome:
     memory: torch.Tensor
 
 
-def compacted(positions: int) -> Outcome:
+def compacted(configuration: KernelConfiguration, positions: int) -> Outcome:
     """A sequence in a session's blocks: scored, as the engine does, then refined and compacted."""
     sequence = make_sequence(rows=ROWS, positions=positions)
-    statistics = sequence.statistics
-    pages = {"head_dim": SESSION.head_dim, "tokens_per_block": SESSION.page_size}
-    session = StockSession([ROWS], 8, [(0, 0), (0, 1)], kernels=True, **pages)
+    statistics, pages = sequence.statistics, {"head_dim": configuration.head_dim, "tokens_per_block": SESSION.page_size}
+    if configuration.probes:
+        divergence = FisherDivergence(position_weights(positions, (0.1,)))
+        statistics = replace(statistics, readout=FixedReadout(statistics.readout.rows, divergence))
+    fp8 = {"dtype": torch.float8_e4m3fn, "scales": [1.0, 0.5], "storage": torch.int8}
+    quantised = configuration.cache == CacheType.FP8
+    session = StockSession([ROWS], 8, [(0, 0), (0, 1)], kernels=True, **pages, **fp8 if quantised else {})
     session.memories[0].zero_()
     for layer in range(2):
         k, v = (torch.stack(side[layer]) for side in (sequence.view.k, sequence.view.v))
+        if quantised:
+            k, v = (side.to(torch.float8_e4m3fn).view(torch.int8) for side in (k, v))
         session.write(session.table(), 0, layer, 0, k, v)
     session.pool.extend(0, ROWS)
     session.step()
-    view = session.pool.view(0)
-    divergence = statistics.readout.divergence
+    view, divergence = session.pool.view(0), statistics.readout.divergence
     scores = score_entries(EvidenceSource(statistics, view, sequence.traits), divergence)
     eligible = (torch.arange(ROWS) < ROWS - positions).expand(scores.shape).contiguous()
     quota = Quota(torch.arange(4).view(2, 2), torch.full((4,), GONE), torch.full((2, 2), ROWS))
+    statistics = replace(statistics, q=statistics.q.to(configuration.activations))
     source = evidence_of(statistics, view, sequence.traits)
     chosen = two_stage(scores, eligible, quota, source, divergence, epsilon=0.02, refine=REFINE)
-    assert chosen.estimated_kl < chosen.estimated_kl_stage1, "nothing was refined"
     session.pool.apply(CompactionPlan.from_eviction(view, chosen.evict))
     return Outcome(chosen.evict, chosen.estimated_kl, session.memories[0])
 
 
-@pytest.mark.parametrize("positions", range(1, SESSION.positions + 1))
-def test_a_session_is_compacted_by_compiled_kernels_bit_for_bit_as_by_triton(kernels, driver, positions):
-    expected = compacted(positions)
+@pytest.mark.parametrize(
+    "name, positions",
+    [(name, positions) for name, each in SESSIONS.items() for positions in range(1, each.positions + 1)],
+)
+def test_a_session_is_compacted_by_compiled_kernels_bit_for_bit_as_by_triton(
+    session_files, driver, of_the_cpu, name, positions
+):
+    expected = compacted(SESSIONS[name], positions)
     assert driver.launched == []
+    kernels = CompiledKernels.read(session_files[name])
     with launched_by(kernels):
-        ours = compacted(positions)
+        ours = compacted(SESSIONS[name], positions)
     assert torch.equal(ours.evict, expected.evict) and ours.estimated_kl == expected.estimated_kl
     assert torch.equal(ours.memory, expected.memory)
     names = [each.kernel for each in driver.launched]
@@ -102,6 +123,7 @@ def test_a_session_is_compacted_by_compiled_kernels_bit_for_bit_as_by_triton(ker
     assert names.count("weigh_candidates") == names.count("evict_cheapest") == REFINE
     assert {(each.device, each.stream) for each in driver.launched} == {(DEVICE, STREAM)}
     assert driver.count("loads") == len(CALLED), "each is loaded once"
+    kernels.unload()
 
 
 def test_every_number_of_positions_has_its_kernels():
@@ -168,8 +190,7 @@ def test_a_gpu_of_its_own_each(kernels, driver, monkeypatch):
     assert [(each.device, each.stream) for each in driver.launched] == [(0, 0), (2, 0)]
 
 
-def test_shared_memory_above_what_needs_no_asking_is_asked_for_once(session_file, driver, monkeypatch):
-    monkeypatch.setattr(compiled_kernels, "current_stream", lambda device: Stream(DEVICE, STREAM))
+def test_shared_memory_above_what_needs_no_asking_is_asked_for_once(session_file, driver, of_the_cpu):
     bundle, least = unsealed(session_file.read_bytes()), 48 * 1024
     [own] = [kernel.shared_bytes for kernel in unpack(bundle)[1] if kernel.name == "pack_rows"]
     memory, cache = small_cache()
@@ -199,8 +220,7 @@ def test_without_triton_the_driver_is_asked_for_what_triton_would_run(native, se
     assert "its kernels need Triton, which is not installed" in pool
 
 
-def test_kernels_that_nobody_holds_are_unloaded(session_file, driver, monkeypatch):
-    monkeypatch.setattr(compiled_kernels, "current_stream", lambda device: Stream(DEVICE, STREAM))
+def test_kernels_that_nobody_holds_are_unloaded(session_file, driver, of_the_cpu):
     kernels = CompiledKernels.read(session_file)
     memory, cache = small_cache()
     for loads in (1, 2):
