@@ -5,10 +5,12 @@ python session_calls.py LIBCUDA KERNELS
 
 import json
 import sys
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bpkv_trt.core.candidates import CandidatePool
 from bpkv_trt.core.divergence import TopKDivergence
@@ -30,33 +32,41 @@ from tests.pool.stock_session import StockSession
 ROWS, POSITIONS, CANDIDATES = 13, 3, 20
 
 
-def call_all() -> None:
-    """On zeros, in a cache of one sequence."""
+def call_all(device: str = "cpu") -> list[Tensor]:
+    """On random numbers, in a cache of one sequence; returns what the launchers give."""
+    torch.manual_seed(0)
     heads, width, group = SESSION.query_heads, SESSION.head_dim, SESSION.query_heads // SESSION.kv_heads
-    memory = torch.zeros(2, 2, SESSION.kv_heads, SESSION.page_size, width)
-    pages = torch.tensor([[[0, 2]]], dtype=torch.int32)
-    lengths = torch.full((1, SESSION.kv_heads), ROWS, dtype=torch.int32)
-    sizes = {"page_size": SESSION.page_size, "head_dim": width, "shared_pages": True, "key_scale": 0.75}
-    cache = PagedCache(torch.tensor([memory.data_ptr()] * 2), pages, pages + 1, lengths, SESSION.cache, **sizes)
-    q, offsets = torch.zeros(POSITIONS, heads, width), torch.tensor([0, POSITIONS], dtype=torch.int32)
-    options: dict[str, Any] = {"scale": 0.25, "positions": POSITIONS, "window": 9}
+    channels = SESSION.channels
+    with torch.device(device):
+        memory = torch.randn(2, 2, SESSION.kv_heads, SESSION.page_size, width)
+        pages = torch.tensor([[[0, 2]]], dtype=torch.int32)
+        lengths = torch.full((1, SESSION.kv_heads), ROWS, dtype=torch.int32)
+        sizes = {"page_size": SESSION.page_size, "head_dim": width, "shared_pages": True, "key_scale": 0.75}
+        cache = PagedCache(torch.tensor([memory.data_ptr()] * 2), pages, pages + 1, lengths, SESSION.cache, **sizes)
+        q, offsets = torch.randn(POSITIONS, heads, width), torch.tensor([0, POSITIONS], dtype=torch.int32)
+        options: dict[str, Any] = {"scale": 0.25, "positions": POSITIONS, "window": 9}
+        evict, centre = torch.rand(1, SESSION.kv_heads, ROWS) < 0.3, torch.zeros(1, SESSION.kv_heads, width)
+        slopes, least = torch.randn(POSITIONS, heads, width), torch.full((1, SESSION.kv_heads), 0.1)
+        index = torch.zeros(CANDIDATES, dtype=torch.int64)
+        pool = CandidatePool(
+            *[index] * 4,
+            a=0.01 * torch.rand(CANDIDATES, group, POSITIONS),
+            values=torch.randn(CANDIDATES, POSITIONS, channels, group),
+            mass=torch.ones(1, group, POSITIONS),
+            contexts=torch.randn(1, POSITIONS, channels, group),
+        )
+        p, base, floor = torch.rand(POSITIONS, channels), torch.zeros(POSITIONS, channels), torch.zeros(CANDIDATES)
+        divergence = TopKDivergence(p / p.sum(-1, keepdim=True), torch.full((POSITIONS,), 1 / POSITIONS))
+        shares = torch.tensor([2])
+        kept, ends = torch.tensor([0, 2, 1], dtype=torch.int32), torch.tensor([0, 2, 3])
+
     lse = log_sum_exp(q, offsets, cache, **options)
-    evict, centre = torch.zeros(1, SESSION.kv_heads, ROWS, dtype=torch.bool), torch.zeros(1, SESSION.kv_heads, width)
-    deletion_statistics(q, evict, centre, offsets, cache, lse, **options)
-    mass, contexts, least = torch.ones(POSITIONS, heads), torch.zeros_like(q), torch.zeros(1, SESSION.kv_heads)
-    nomination(q, evict, centre, mass, contexts, contexts, least, offsets, cache, lse, **options)
-    index, channels = torch.zeros(CANDIDATES, dtype=torch.int64), SESSION.channels
-    pool = CandidatePool(
-        *[index] * 4,
-        a=torch.zeros(CANDIDATES, group, POSITIONS),
-        values=torch.zeros(CANDIDATES, POSITIONS, channels, group),
-        mass=torch.ones(1, group, POSITIONS),
-        contexts=torch.zeros(1, POSITIONS, channels, group),
-    )
-    base, weights = torch.zeros(POSITIONS, channels), torch.ones(POSITIONS)
-    divergence = TopKDivergence(torch.ones_like(base), weights)
-    choose(pool, base, index, torch.tensor([2]), torch.zeros(CANDIDATES), divergence)
-    compact(torch.arange(2, dtype=torch.int32), torch.tensor([0, 1, 2]), cache, None)
+    sums = deletion_statistics(q, evict, centre, offsets, cache, lse, **options)
+    state = sums.kept_mass, sums.kept_sum / sums.kept_mass[..., None], slopes, least
+    nominated = nomination(q, evict, centre, *state, offsets, cache, lse, **options)
+    chosen = choose(pool, base, index, shares, floor, divergence)
+    compact(kept, ends, cache, None)
+    return [lse, *astuple(sums), *nominated, *chosen, memory]
 
 
 def make_pool() -> None:
