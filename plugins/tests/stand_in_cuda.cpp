@@ -45,7 +45,7 @@ State& state() {
     return *only;
 }
 
-thread_local int current_device = 0;  // of the calling thread's context; -1: it is in none
+thread_local int current_device = 0;          // of the calling thread's context; -1: it is in none
 thread_local std::vector<int> devices_below;  // of contexts that others were pushed upon
 
 /// A context is named by its device.
