@@ -8,12 +8,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bpkv_trt.core.readout import BranchWeights
 from bpkv_trt.core.traits import ModelTraits
-from bpkv_trt.errors import InputError
+from bpkv_trt.errors import ConfigError, InputError
+from bpkv_trt.kernels.compiled_kernels import CompiledKernels
+from bpkv_trt.kernels.target import choose_target
 from bpkv_trt.trtllm.network_record import NetworkRecord
 from bpkv_trt.trtllm.plugin_library import PluginLibrary
 from bpkv_trt.trtllm.projections import Projections
 from bpkv_trt.trtllm.settings import EngineSettings
-from bpkv_trt.trtllm.sidecar import EngineSidecar, read_config
+from bpkv_trt.trtllm.sidecar import KERNELS, EngineSidecar, read_config
 
 CACHES = {"FP8": torch.float8_e4m3fn, "INT8": torch.int8}  # by TensorRT-LLM's name of the quantisation
 
@@ -37,6 +39,7 @@ class BuiltEngine:
     limits: EngineLimits
     traits: ModelTraits
     projections: BranchWeights
+    kernels: CompiledKernels | None = None  # that stage 2 and moves run on a GPU; None: Triton compiles them
     cache_dtype: torch.dtype | None = None  # of a quantised pool, which is stored as bytes
     cache_scales: tuple[float, ...] | None = None
 
@@ -65,6 +68,19 @@ class BuiltEngine:
             limits=limits,
             traits=record.traits,
             projections=Projections.load(folder, rank, device),
+            kernels=_kernels(folder, device),
             cache_dtype=CACHES.get(str(quantised)),
             cache_scales=record.cache_scales,
         )
+
+
+def _kernels(folder: Path, device: torch.device) -> CompiledKernels:
+    kernels = CompiledKernels.read(folder / KERNELS)
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if choose_target(kernels.targets, capability) is None:
+            raise ConfigError(
+                f"The engine in {folder} is compiled for {', '.join(kernels.targets)}, and this GPU has compute "
+                f"capability {capability[0]}.{capability[1]}: build the engine for it too (--bpkv_targets)."
+            )
+    return kernels
