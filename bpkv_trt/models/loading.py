@@ -59,7 +59,7 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Loa
     """
     if dtype not in DTYPES:
         raise ModelError(f"Unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
-    source = _source(name)
+    source = model_source(name)
     config = _parsed(name, "configuration", lambda: AutoConfig.from_pretrained(source, trust_remote_code=False))
     family = family_of(config)
     tokenizer = _tokenizer(name, source)
@@ -69,8 +69,8 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Loa
     return LoadedModel(name, model, tokenizer, traits, PromptEncoder(tokenizer, always_bos=family.always_bos))
 
 
-def _source(name: str) -> str:
-    """What from_pretrained takes: a directory, or a model id of the hub."""
+def model_source(name: str) -> str:
+    """What from_pretrained takes: a directory, or a model id of the hub, which is not looked up. Raises ModelError."""
     if not name.strip():
         raise ModelError(
             f"--model is empty; give a Hugging Face directory or id, a GGUF file, or one of {', '.join(CATALOGUE)}."
