@@ -18,6 +18,7 @@ LIMITS = {  # of ServingSettings: what the option says, and its type
     "queue_limit": ("requests that may wait for pages; more are refused", int),
     "most_running": ("requests that share a step", int),
     "chunk_tokens": ("tokens of prompts that one step runs beside the running answers", int),
+    "most_text_bytes": ("of a request's text and question", int),
     "most_new_tokens": ("that a request may ask for", int),
     "timeout_s": ("seconds that a request may take, waiting included", float),
     "grace_s": ("seconds that running requests get when the server ends", float),
@@ -37,7 +38,7 @@ def add_model_repository(parser: argparse.ArgumentParser) -> None:
     for name, (meaning, kind) in LIMITS.items():
         default = getattr(ServingSettings, name)
         flag = "--" + name.replace("_", "-")
-        limits.add_argument(flag, type=kind, default=default, metavar="N", help=f"{meaning} (default {default:g})")
+        limits.add_argument(flag, type=kind, default=default, metavar="N", help=f"{meaning} (default {default})")
     add_config_options(parser.add_argument_group("what to keep, where a request says nothing else"))
     parser.set_defaults(run=_model_repository)
 
@@ -45,8 +46,8 @@ def add_model_repository(parser: argparse.ArgumentParser) -> None:
 def _model_repository(options: argparse.Namespace) -> None:
     if options.engine_dir is not None:
         raise ConfigError(
-            f"--engine-dir is {options.engine_dir}, but engines are not served through Triton yet; give --model, or run "
-            "the engine with TensorRT-LLM's own session."
+            f"--engine-dir is {options.engine_dir}, but engines are not served through Triton yet; give --model, or "
+            "run the engine by itself."
         )
     if options.model is None:
         raise ConfigError("--model is missing; `bpkv model-repository --help` lists the options.")

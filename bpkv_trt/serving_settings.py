@@ -26,12 +26,13 @@ class ServingSettings:
     queue_limit: int = 64  # requests that wait for pages
     most_running: int = 64  # requests that share a step
     chunk_tokens: int = 256  # of prompts, that one step runs beside the running answers
+    most_text_bytes: int = 4 << 20  # of a request's text and question, some million tokens
     most_new_tokens: int = 4096  # that a request may ask for
     timeout_s: float = 600.0  # that a request may take, waiting included
     grace_s: float = 20.0  # that running requests get when the server ends
 
     def __post_init__(self) -> None:
-        for name in ("pool_bytes", "queue_limit", "most_running", "chunk_tokens", "most_new_tokens"):
+        for name in ("pool_bytes", "queue_limit", "most_running", "chunk_tokens", "most_text_bytes", "most_new_tokens"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**63:
                 raise ConfigError(f"{name} is {quoted(value)}; give a whole number of at least 1.")

@@ -46,7 +46,6 @@ fi
   --backend-config="python,shm-region-prefix-name=$prefix" \
   "${limits[@]}" "$@" &
 pid=$!
-died=
 trap 'kill -TERM "$pid" 2> /dev/null || true' TERM INT
 trap 'rm -f "/dev/shm/$prefix"*' EXIT
 
@@ -67,18 +66,22 @@ runs() {
 }
 
 model=
-while runs "$pid"; do
+alone=0 # seconds that the server has been without its model; one that ends is so for a moment
+code=
+while runs "$pid" && [ "$alone" -lt 5 ]; do
   if [ -z "$model" ]; then
     model=$(model_process)
-  elif ! runs "$model" && [ -z "$died" ] && [ -z "${ending:-}" ]; then
-    died=yes
-    echo "launch.sh: the model's process has died; ending the server" >&2
-    kill -KILL "$pid"
+  elif ! runs "$model"; then
+    alone=$((alone + 1))
   fi
   sleep 1 &
   wait $! || true # a signal ends the wait, not the sleep
 done
-code=0
-wait "$pid" || code=$?
-[ -z "$died" ] || code=70
-exit "$code"
+if runs "$pid"; then
+  echo "launch.sh: the model's process has died; ending the server" >&2
+  kill -KILL "$pid"
+  code=70
+fi
+ended=0
+wait "$pid" 2> /dev/null || ended=$? # without what bash says of a killed child
+exit "${code:-$ended}"

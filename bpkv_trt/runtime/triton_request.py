@@ -1,16 +1,14 @@
 """What a client of Triton Inference Server asks for, read from the tensors of its request."""
 
 import difflib
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bpkv_trt.errors import ConfigError, InputError, quoted
-from bpkv_trt.request import LARGEST_PROMPT
 from bpkv_trt.runtime.serving_request import ServingRequest
 from bpkv_trt.serving_settings import ServingSettings
 
@@ -31,8 +29,8 @@ OPTIONS = {"bpkv_budget": "budget", "bpkv_policy": "policy", "bpkv_regime": "reg
 SWITCHES = ("streaming", "stop", "return_finish_reason")
 STOP_STRINGS = "sampling_param_stop"
 NAMES = (*FIELDS, *OPTIONS, *SWITCHES, STOP_STRINGS)
-MOST_STOP_STRINGS, LONGEST_STOP_STRING = 16, 256
 LONGEST_OPTION = 200  # characters
+ID = "id"
 SERVERS_OWN = "triton_"  # parameters that Triton or its clients add
 
 
@@ -50,20 +48,26 @@ def asks_to_stop(tensors: Tensors) -> bool:
     return bool(_one(tensors, "stop", False))
 
 
-def read_request(tensors: Tensors, parameters: str, settings: ServingSettings) -> TritonRequest:
+def request_name(request_id: str, parameters: Mapping[str, Any]) -> str:
+    """What a request is stopped by: Triton's request id, or, over /generate, `id` in the body, which it passes on."""
+    return request_id or str(parameters.get(ID, ""))
+
+
+def read_request(tensors: Tensors, parameters: Mapping[str, Any], settings: ServingSettings) -> TritonRequest:
     """Raises InputError or ConfigError for what cannot be meant, ServingLoop for what cannot be served.
 
-    parameters: as Triton gives them, a JSON object. What a client writes and no input takes ends up there.
+    parameters: what a client wrote beside the inputs, and over /generate also what no input is called.
     """
     _refuse_unknown(parameters)
     given = {field: _one(tensors, name, None) for name, field in FIELDS.items() if name in tensors}
-    if not str(given.get("text", "")).strip():
-        raise InputError("text_input is missing or empty; give the text to answer.")
+    if "text" not in given:
+        raise InputError("text_input is missing; give the text to answer.")
     options = {option: _one(tensors, name, None) for name, option in OPTIONS.items() if name in tensors}
     for name, option in OPTIONS.items():
         if len(str(options.get(option, ""))) > LONGEST_OPTION:
             raise ConfigError(f"{name} has more than {LONGEST_OPTION} characters; it is a short text such as 0.2.")
-    serving = ServingRequest(**given, stop=_stop_strings(tensors), options=options)
+    stop = tuple(_value(STOP_STRINGS, element) for element in tensors.get(STOP_STRINGS, np.array([])).reshape(-1))
+    serving = ServingRequest(**given, stop=stop, options=options)
     return TritonRequest(
         _within(serving, settings),
         streaming=bool(_one(tensors, "streaming", False)),
@@ -72,9 +76,10 @@ def read_request(tensors: Tensors, parameters: str, settings: ServingSettings) -
 
 
 def _within(serving: ServingRequest, settings: ServingSettings) -> ServingRequest:
-    """The request, its time limited by the server's where it says nothing; ConfigError for more than the server gives."""
-    if len(serving.text.encode()) > LARGEST_PROMPT:
-        raise InputError(f"text_input has more than {LARGEST_PROMPT >> 20} MiB; give a shorter text.")
+    """The request, with the server's time limit where it gives none; ConfigError for more than the server gives."""
+    size = len(serving.text.encode()) + len((serving.question or "").encode())
+    if size > settings.most_text_bytes:
+        raise InputError(f"The text has {size} bytes; this server takes up to {settings.most_text_bytes}. Shorten it.")
     if not 1 <= serving.max_tokens <= settings.most_new_tokens:
         raise ConfigError(
             f"sampling_param_max_tokens is {serving.max_tokens}; this server gives 1 to {settings.most_new_tokens}."
@@ -82,15 +87,12 @@ def _within(serving: ServingRequest, settings: ServingSettings) -> ServingReques
     seconds = settings.timeout_s if serving.timeout_s is None else serving.timeout_s
     if not 0 < seconds <= settings.timeout_s:  # also where it is no number
         raise ConfigError(f"bpkv_timeout_s is {seconds:g}; give seconds, more than 0, at most {settings.timeout_s:g}.")
-    if not 0 <= serving.seed < 2**63:
-        raise ConfigError(f"sampling_param_seed is {serving.seed}; give a whole number below 2^63.")
-    values = {field.name: getattr(serving, field.name) for field in fields(serving)}
-    return ServingRequest(**{**values, "timeout_s": seconds})
+    return replace(serving, timeout_s=seconds)
 
 
-def _refuse_unknown(parameters: str) -> None:
-    for name in json.loads(parameters or "{}"):
-        if not name.startswith(SERVERS_OWN):
+def _refuse_unknown(parameters: Mapping[str, Any]) -> None:
+    for name in parameters:
+        if name != ID and not name.startswith(SERVERS_OWN):
             near = difflib.get_close_matches(name[:100], NAMES, n=1)
             hint = f"did you mean {near[0]}?" if near else f"the inputs are {', '.join(NAMES)}."
             raise InputError(f"{quoted(name)} is no input of this model; {hint}")
@@ -112,14 +114,3 @@ def _value(name: str, element: Any) -> Any:
         return bytes(element).decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{name} is not UTF-8 (byte {error.start}); send text in UTF-8.") from None
-
-
-def _stop_strings(tensors: Tensors) -> tuple[str, ...]:
-    if STOP_STRINGS not in tensors:
-        return ()
-    strings = tuple(_value(STOP_STRINGS, element) for element in tensors[STOP_STRINGS].reshape(-1))
-    if len(strings) > MOST_STOP_STRINGS or not all(1 <= len(string) <= LONGEST_STOP_STRING for string in strings):
-        raise InputError(
-            f"{STOP_STRINGS} takes up to {MOST_STOP_STRINGS} strings of 1 to {LONGEST_STOP_STRING} characters each."
-        )
-    return strings
