@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpc_client
-from tritonclient.utils import InferenceServerException
 
 from tests.serving.triton_server import TritonServer
 
@@ -107,5 +106,3 @@ def _answered(pieces: list[dict[str, Any]], status: Any) -> Answered:
     texts = [piece["text_output"] for piece in pieces]
     return Answered("".join(texts), texts, pieces[-1])
 
-
-__all__ = ["Answered", "InferenceServerException", "Refused", "generate", "generate_stream", "infer_stream", "post"]

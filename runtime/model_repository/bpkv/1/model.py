@@ -99,7 +99,7 @@ class TritonPythonModel:
             self._running.discard(answer)
 
     def _send_all(self) -> None:
-        """Until the loop has ended and all is sent: outputs as they come, and a look at clients and metrics now and then."""
+        """Until the loop has ended and all is sent: outputs as they come; now and then a look at clients and metrics."""
         due = time.monotonic()
         while not (self._ended.is_set() and self._outputs.empty()):
             try:
@@ -144,7 +144,9 @@ class PublishedMetrics:
         self._histograms = {
             name: self._metric(name, said, kinds.HISTOGRAM, buckets=list(BOUNDS)) for name, said in HISTOGRAMS.items()
         }
-        beat = "when the model last published its metrics, Unix time: it stands still where the model's process has died"
+        beat = (
+            "when the model last published its metrics, Unix time: it stands still where the model's process has died"
+        )
         self._heartbeat = self._metric("bpkv_heartbeat_seconds", beat, kinds.GAUGE)
 
     def observe(self, name: str, seconds: float) -> None:
@@ -248,4 +250,3 @@ def _send(sender: Any, response: Any, last: bool) -> None:
         sender.send(response, flags=flags)
     except Exception as error:  # the client has gone; the others go on
         pb_utils.Logger.log_warn(f"bpkv: a response could not be sent: {error}")
-
