@@ -6,7 +6,7 @@ from bpkv_trt.config import PROBES, BpkvConfig
 from bpkv_trt.core.deletion import SMALLEST_TILE, TILE_ELEMENTS
 from bpkv_trt.errors import InputError
 from bpkv_trt.host_memory import free_host_bytes
-from bpkv_trt.models.loading import LoadedModel
+from bpkv_trt.models.loading import HostedModel, LoadedModel
 from bpkv_trt.policies.registry import policy_class
 from bpkv_trt.pool.storage import pages_of
 from bpkv_trt.runtime.attention import QUERY_BLOCK
@@ -59,7 +59,7 @@ def _scoring_bytes(loaded: LoadedModel, tokens: int, config: BpkvConfig) -> int:
     return FP32 * (held + max(head_rows + max(attention, backward), attention + 3 * rows + max(tile, candidates)))
 
 
-def pool_bytes(loaded: LoadedModel, rows: int, page_size: int) -> int:
+def pool_bytes(loaded: HostedModel, rows: int, page_size: int) -> int:
     """Bytes of a pool of `rows` rows in every layer and head: K, V and positions."""
     traits = loaded.traits
     row = 2 * traits.head_dim * next(loaded.model.parameters()).element_size() + 4
