@@ -105,4 +105,3 @@ def _answered(pieces: list[dict[str, Any]], status: Any) -> Answered:
             raise Refused(piece["error"], piece.get("status", status))
     texts = [piece["text_output"] for piece in pieces]
     return Answered("".join(texts), texts, pieces[-1])
-
