@@ -26,9 +26,8 @@ from tests.serving.triton_server import ROOT, TritonServer
 
 KINDS = ("generate", "stream", "grpc", "leave", "mistake")
 CASES = [
-    (recall_prompt(seed, 60 + 30 * seed)[0], budget, tokens)
-    for seed in range(6)
-    for budget in ("0.3", "1")
+    (recall_prompt(seed, 60 + 40 * seed)[0], budget, tokens, policy)
+    for seed, budget, policy in ((0, "0.5", "bpkv"), (1, "0.3", "snapkv"), (2, "0.6", "tova"), (3, "1", "full"))
     for tokens in (1, 6, 18)
 ]
 FULL = "ask again later"
@@ -39,7 +38,7 @@ class Outcome:
     """What became of a request: right, wrong, refused (a mistake), left, or failed."""
 
     kind: str
-    case: tuple[str, str, int] | None = None
+    case: tuple[str, str, int, str] | None = None
     text: str | None = None
 
     def checked(self) -> str:
@@ -56,8 +55,13 @@ def soak(server: TritonServer, requests: int, clients: int, seed: int) -> Counte
 
 
 def _one(server: TritonServer, rng: random.Random) -> Outcome:
-    case = text, budget, tokens = rng.choice(CASES)
-    asked = {"bpkv_raw": True, "bpkv_budget": budget, "sampling_param_max_tokens": tokens}
+    case = text, budget, tokens, policy = rng.choice(CASES)
+    asked = {
+        "bpkv_raw": True,
+        "bpkv_budget": budget,
+        "bpkv_policy": policy,
+        "sampling_param_max_tokens": tokens,
+    }
     kind = rng.choice(KINDS)
     if kind == "leave":
         _leave(server, {"text_input": text, "streaming": True, **asked, "sampling_param_max_tokens": 500}, rng)

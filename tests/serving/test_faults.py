@@ -258,16 +258,18 @@ def test_a_request_ends_when_its_time_is_over(server: TritonServer) -> None:
 def test_a_full_queue_is_told_and_takes_requests_again(server: TritonServer) -> None:
     """Four run, four wait, and the ninth is refused; the eight get their answers."""
     before = server.metrics()[REFUSED]
-    asked = {"bpkv_raw": True, "sampling_param_max_tokens": 400}
+    text, tokens = recall_prompt(2, 60)[0], 400
+    asked = {"bpkv_raw": True, "bpkv_policy": "snapkv", "sampling_param_max_tokens": tokens}
     with ThreadPoolExecutor(8) as pool:
-        eight = [pool.submit(generate, server, TEXT, **asked) for _ in range(8)]
+        eight = [pool.submit(generate, server, text, **asked) for _ in range(4)]
         server.metrics_when("bpkv_running", 4)
+        eight += [pool.submit(generate, server, text, **asked) for _ in range(4)]
         server.metrics_when("bpkv_queue_length", 4)
         with pytest.raises(Refused, match="ask again later") as refused:
             generate(server, TEXT)
         assert is_clean(refused.value.message)
         answers = [each.result(120).text for each in eight]
-    assert set(answers) == {alone(TEXT, "0.5", 400)[0]}
+    assert set(answers) == {alone(text, "0.5", tokens, "snapkv")[0]}
     assert server.metrics()[REFUSED] == before + 1
 
 
