@@ -200,9 +200,10 @@ def test_a_prompt_that_cannot_be_compacted_waits_for_room_and_answers_as_alone()
     others = [served.add(Kind(kind, number, 40, SamplingParams(20))) for number in (1, 2)]
     broken = served.add(SpoiltKind({"budget": "0.3", "regime": "prefill"}, 3, 50, SamplingParams(30)))
     others.append(served.add(Kind(kind, 4, 40, SamplingParams(20))))
+    later = served.add(Kind(kind, 5, 40, SamplingParams(20)))
     served.step()
     while others[0].request.finished is None:
-        assert list(served.batch.waiting) == [broken] and broken.request.events == [] == broken.request.generated
+        assert list(served.batch.waiting) == [broken, later] and broken.request.events == [] == broken.request.generated
         served.step()
     while broken.request.finished is None:
         served.step()
@@ -298,7 +299,7 @@ def test_an_error_in_a_compaction_ends_its_request_alone(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("steps", [0, 1, 3, 6, 9, 12, 20])
+@pytest.mark.parametrize("steps", [0, 2, 5, 9, 18])
 def test_a_request_can_be_removed_at_every_stage_and_again(kind: dict[str, Any], steps: int) -> None:
     """Queued, in its prompt, just compacted, decoding, after a compaction of the answer."""
     served = Served("llama", rows=200, chunk_tokens=8)
