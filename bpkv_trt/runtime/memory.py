@@ -19,7 +19,7 @@ def activation_bytes(loaded: LoadedModel, tokens: int, config: BpkvConfig) -> in
 
     The prompt's forward and the scoring after it follow one another, so the larger of them counts. `config` is settled.
     """
-    return max(_forward_bytes(loaded, tokens), _scoring_bytes(loaded, tokens, config))
+    return max(_forward_bytes(loaded, tokens), scoring_bytes(loaded, tokens, config))
 
 
 def _forward_bytes(loaded: LoadedModel, tokens: int) -> int:
@@ -38,10 +38,11 @@ def _forward_bytes(loaded: LoadedModel, tokens: int) -> int:
     return tokens * (per_token + weights) + logits
 
 
-def _scoring_bytes(loaded: LoadedModel, tokens: int, config: BpkvConfig) -> int:
-    """What is held all along, and the widest of replay, readout, scores and refinement; as fp32, M scoring positions.
+def scoring_bytes(loaded: LoadedModel, tokens: int, config: BpkvConfig) -> int:
+    """An upper estimate of what scoring a cache of `tokens` tokens holds at once. `config` is settled.
 
-    Attention weights exist for one KV head at a time, about five of a kind, [G, M, T].
+    That is what is held all along, and the widest of replay, readout, scores and refinement; as fp32, M scoring
+    positions. Attention weights exist for one KV head at a time, about five of a kind, [G, M, T].
     """
     traits, m, length = loaded.traits, config.replayed_positions, tokens + config.drafted
     heads = traits.query_heads * traits.head_dim

@@ -15,8 +15,9 @@ from bpkv_trt.errors import BpkvError, InputError, QueueFull
 from bpkv_trt.models.loading import LoadedModel
 from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.answer_text import AnswerText
-from bpkv_trt.runtime.engine import make_pool_within
+from bpkv_trt.runtime.engine import Engine, make_pool_within
 from bpkv_trt.runtime.engines import Engines
+from bpkv_trt.runtime.memory import free_bytes, scoring_bytes
 from bpkv_trt.runtime.serving_batch import BatchedRequest, ServingBatch
 from bpkv_trt.runtime.serving_metrics import ServingMetrics
 from bpkv_trt.runtime.serving_request import Outcome, ServingOutput, ServingRequest
@@ -82,6 +83,7 @@ class ServingLoop:
         pool = make_pool_within(loaded, pool_bytes, config.page_size, poison=poison)
         self.metrics = metrics or ServingMetrics()
         self._loaded, self._queue_limit = loaded, queue_limit
+        self._room = free_bytes(loaded.model.device)  # of memory, beside weights and pool
         self._engines = Engines(loaded, config, pool, trace)
         self.batch = ServingBatch(self._engines.host, trace, chunk_tokens=chunk_tokens, most_running=most_running)
         self._encoding = threading.Lock()
@@ -155,8 +157,18 @@ class ServingLoop:
         with self._encoding:  # tokenizers may not be used by two threads
             (prompt,) = self._loaded.encoder.encode(request.text, request.question, raw=request.raw)
         batched = self.batch.prepare(engine, prompt, sampling)
+        self._require_memory(engine, len(prompt) + request.max_tokens)
         deadline = None if request.timeout_s is None else submitted + request.timeout_s
         return _Client(batched, AnswerText(self._loaded.tokenizer, request.stop), receive, submitted, deadline)
+
+    def _require_memory(self, engine: Engine, tokens: int) -> None:
+        needed = scoring_bytes(self._loaded, tokens, engine.compactor.config)
+        if needed > self._room and not engine.compactor.policy.evicts_nothing:
+            raise InputError(
+                f"Scoring {tokens} tokens with these options takes about {needed / 2**20:,.0f} MiB, more than the "
+                f"{self._room / 2**20:,.0f} MiB that the server had free when it started. Shorten the prompt or the "
+                "answer, or lower what was raised of top_k, probes, refine and positions."
+            )
 
     def _require_place(self) -> None:
         if self._closing or not self._thread.is_alive():
