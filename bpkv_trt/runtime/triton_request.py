@@ -93,7 +93,8 @@ def _within(serving: ServingRequest, settings: ServingSettings) -> ServingReques
 def _refuse_unknown(parameters: Mapping[str, Any]) -> None:
     for name in parameters:
         if name != ID and not name.startswith(SERVERS_OWN):
-            near = difflib.get_close_matches(name[:100], NAMES, n=1)
+            short = [each for each in NAMES if each.endswith(f"_{name}")]  # max_tokens, as others call it
+            near = short or difflib.get_close_matches(name[:100], NAMES, n=1)
             hint = f"did you mean {near[0]}?" if near else f"the inputs are {', '.join(NAMES)}."
             raise InputError(f"{quoted(name)} is no input of this model; {hint}")
 

@@ -13,7 +13,7 @@ import pytest
 import tritonclient.grpc as grpc_client
 from tritonclient.utils import InferenceServerException
 
-from build_scripts.recall_text import recall_prompt
+from build_scripts.recall_text import induction_prompt, recall_prompt
 from tests.serving.alone import alone
 from tests.serving.clients import Refused, generate, generate_stream, infer_stream, post, tensors
 from tests.serving.conftest import TINY, Serve
@@ -22,7 +22,12 @@ from tests.serving.triton_server import KEY, TritonServer
 
 TEXT = recall_prompt(11, 300)[0]
 TOKENS = 12
-LONG = 1500  # tokens of an answer that is not waited for: some seconds
+ENDLESS: dict[str, Any] = {  # a request whose answer goes on until it is ended: for some seconds
+    "text": induction_prompt(1, 60)[0],
+    "bpkv_raw": True,
+    "bpkv_policy": "snapkv",
+    "sampling_param_max_tokens": 1500,
+}
 LEAKS = ("Traceback", 'File "', ".py", "/", "\\n  ")
 CANCELLED, REFUSED = 'bpkv_requests_total{outcome="cancelled"}', 'bpkv_requests_total{outcome="refused"}'
 
@@ -216,7 +221,8 @@ def test_headers_without_a_body_and_bodies_cut_short_wait_for_nobody(server: Tri
 def test_a_client_that_leaves_ends_its_request(server: TritonServer) -> None:
     """In the middle of its stream, over HTTP."""
     before = server.metrics()[CANCELLED]
-    body = json.dumps({"text_input": TEXT, "streaming": True, "sampling_param_max_tokens": LONG}).encode()
+    inputs = {("text_input" if name == "text" else name): value for name, value in ENDLESS.items()}
+    body = json.dumps({**inputs, "streaming": True}).encode()
     with connected(server) as client:
         head = f"POST /v2/models/bpkv/generate_stream HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
@@ -229,7 +235,7 @@ def test_a_client_that_leaves_its_grpc_stream_ends_its_request(server: TritonSer
     before, came = server.metrics()[CANCELLED], threading.Event()
     with grpc_client.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
         client.start_stream(lambda result, error: came.set())
-        sent = tensors({"text_input": TEXT, "streaming": True, "sampling_param_max_tokens": LONG})
+        sent = tensors({"text_input": ENDLESS["text"], "streaming": True, "sampling_param_max_tokens": 1500})
         client.async_stream_infer("bpkv", sent)
         assert came.wait(30)
         client.stop_stream(cancel_requests=True)
@@ -239,7 +245,7 @@ def test_a_client_that_leaves_its_grpc_stream_ends_its_request(server: TritonSer
 def test_a_request_is_stopped_by_its_id(server: TritonServer) -> None:
     """From another connection; who asked is told, and stopping it again is refused."""
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(generate, server, TEXT, id="mine", sampling_param_max_tokens=LONG)
+        running = pool.submit(generate, server, id="mine", **ENDLESS)
         server.metrics_when("bpkv_running", 1)
         stopped = generate(server, "", stop=True, id="mine")
         assert stopped.last["finish_reason"] == "cancelled"
@@ -251,7 +257,7 @@ def test_a_request_is_stopped_by_its_id(server: TritonServer) -> None:
 
 def test_a_request_over_grpc_is_stopped_by_its_request_id(server: TritonServer) -> None:
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(infer_stream, server, TEXT, "over grpc", sampling_param_max_tokens=LONG)
+        running = pool.submit(infer_stream, server, request_id="over grpc", **ENDLESS)
         server.metrics_when("bpkv_running", 1)
         infer_stream(server, "", "over grpc", stop=True)
         with pytest.raises(Refused, match="was cancelled") as refused:
@@ -262,25 +268,24 @@ def test_a_request_over_grpc_is_stopped_by_its_request_id(server: TritonServer) 
 def test_a_request_ends_when_its_time_is_over(server: TritonServer) -> None:
     for client, status in ((generate, 400), (generate_stream, 200), (infer_stream, "StatusCode.UNAVAILABLE")):
         with pytest.raises(Refused, match="took longer than its time limit") as refused:
-            client(server, TEXT, sampling_param_max_tokens=LONG, bpkv_timeout_s=0.4)
+            client(server, bpkv_timeout_s=0.4, **ENDLESS)
         assert refused.value.status == status
 
 
 def test_a_full_queue_is_told_and_takes_requests_again(server: TritonServer) -> None:
     """Four run, four wait, and the ninth is refused; the eight get their answers."""
     before = server.metrics()[REFUSED]
-    text, tokens = recall_prompt(2, 60)[0], 400
-    asked = {"bpkv_raw": True, "bpkv_policy": "snapkv", "sampling_param_max_tokens": tokens}
+    asked = {**ENDLESS, "sampling_param_max_tokens": 400}
     with ThreadPoolExecutor(8) as pool:
-        eight = [pool.submit(generate, server, text, **asked) for _ in range(4)]
+        eight = [pool.submit(generate, server, **asked) for _ in range(4)]
         server.metrics_when("bpkv_running", 4)
-        eight += [pool.submit(generate, server, text, **asked) for _ in range(4)]
+        eight += [pool.submit(generate, server, **asked) for _ in range(4)]
         server.metrics_when("bpkv_queue_length", 4)
         with pytest.raises(Refused, match="ask again later") as refused:
             infer_stream(server, TEXT)
         assert is_clean(refused.value.message) and refused.value.status == "StatusCode.UNAVAILABLE"
         answers = [each.result(120).text for each in eight]
-    assert set(answers) == {alone(text, "0.5", tokens, "snapkv")[0]}
+    assert set(answers) == {alone(ENDLESS["text"], "0.5", 400, "snapkv")[0]}
     assert server.metrics()[REFUSED] == before + 1
 
 

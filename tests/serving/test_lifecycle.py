@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from bpkv_trt.cli import main
-from build_scripts.recall_text import recall_prompt
+from build_scripts.recall_text import induction_prompt, recall_prompt
 from tests.serving.alone import alone
 from tests.serving.clients import Refused, generate, generate_stream, post
 from tests.serving.conftest import TINY, Serve
 from tests.serving.triton_server import LAUNCH, TritonServer
 
 TEXT = recall_prompt(11, 300)[0]
+ENDLESS = induction_prompt(1, 60)[0]  # what is answered to it goes on until it is ended
 DIED = 70
 
 
@@ -88,34 +89,43 @@ def test_launching_says_what_is_missing(tmp_path: Path, repository: Path) -> Non
 
 def test_sigterm_lets_running_requests_end_and_takes_no_new_ones(serve: Serve) -> None:
     with serve("--budget", "0.5", "--pool-size", "16MiB") as server, ThreadPoolExecutor(4) as pool:
-        asked = {"bpkv_raw": True, "bpkv_policy": "snapkv", "sampling_param_max_tokens": 300}
-        running = [pool.submit(client, server, TEXT, **asked) for client in (generate, generate, generate_stream)]
+        asked = {"bpkv_raw": True, "bpkv_policy": "snapkv", "sampling_param_max_tokens": 400}
+        running = [pool.submit(client, server, ENDLESS, **asked) for client in (generate, generate, generate_stream)]
         server.metrics_when("bpkv_running", 3)
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.5)
+        time.sleep(0.3)
+        assert not any(each.done() for each in running), "they are to end after the signal"
         with pytest.raises((Refused, OSError)):
             generate(server, TEXT)
         answers = [each.result(60).text for each in running]
-        assert set(answers) == {alone(TEXT, "0.5", 300, "snapkv")[0]}
+        assert set(answers) == {alone(ENDLESS, "0.5", 400, "snapkv")[0]}
         assert server.process.wait(60) == 0
         assert not server.shared_memory()
 
 
-def test_sigterm_does_not_wait_for_ever(serve: Serve) -> None:
-    """A request that would take longer than the exit timeout does not keep the server."""
-    with serve("--pool-size", "16MiB", BPKV_EXIT_TIMEOUT_S="2") as server, ThreadPoolExecutor(1) as pool:
-        endless = pool.submit(
-            post, server, "generate", json.dumps({"text_input": "a", "sampling_param_max_tokens": 1990}).encode()
-        )
+@pytest.mark.parametrize("frozen", [False, True], ids=["runs", "hangs"])
+def test_sigterm_does_not_wait_for_ever(serve: Serve, frozen: bool) -> None:
+    """A request that takes longer than the exit timeout does not keep the server, nor does a model that hangs."""
+    with serve("--pool-size", "16MiB", BPKV_EXIT_TIMEOUT_S="1") as server, ThreadPoolExecutor(1) as pool:
+        body = {"text_input": ENDLESS, "bpkv_raw": True, "bpkv_policy": "snapkv", "sampling_param_max_tokens": 1900}
+        endless = pool.submit(post, server, "generate", json.dumps(body).encode())
         server.metrics_when("bpkv_running", 1)
         model = server.model_process()
-        os.kill(model, signal.SIGSTOP)  # the request now takes for ever
+        if frozen:
+            os.kill(model, signal.SIGSTOP)
         server.process.send_signal(signal.SIGTERM)
-        server.process.wait(60)
-        assert not server.shared_memory()
+        assert server.process.wait(60) != 0, "something was lost"
+        assert not server.shared_memory() and not is_alive(model)
         with pytest.raises(OSError):
             endless.result(60)
-        os.kill(model, signal.SIGKILL)
+
+
+def is_alive(process: int) -> bool:
+    """Whether it still runs some seconds later."""
+    end = time.monotonic() + 10
+    while Path(f"/proc/{process}").exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    return Path(f"/proc/{process}").exists()
 
 
 def test_a_killed_model_is_told_and_ends_the_server_to_be_started_again(
@@ -124,7 +134,7 @@ def test_a_killed_model_is_told_and_ends_the_server_to_be_started_again(
     server = TritonServer(tritonserver, repository, tmp_path / "log")
     server.wait_until_ready()
     with ThreadPoolExecutor(1) as pool:
-        body = json.dumps({"text_input": TEXT, "sampling_param_max_tokens": 1000}).encode()
+        body = json.dumps({"text_input": ENDLESS, "bpkv_raw": True, "sampling_param_max_tokens": 1900}).encode()
         running = pool.submit(post, server, "generate", body)
         server.metrics_when("bpkv_running", 1)
         os.kill(server.model_process(), signal.SIGKILL)

@@ -99,7 +99,7 @@ class TritonPythonModel:
             self._running.discard(answer)
 
     def _send_all(self) -> None:
-        """Until the loop has ended and all is sent: outputs as they come; now and then a look at clients and metrics."""
+        """Outputs as they come, until the loop has ended and all is sent; at times a look at clients and metrics."""
         due = time.monotonic()
         while not (self._ended.is_set() and self._outputs.empty()):
             try:
