@@ -42,10 +42,11 @@ class AnswerText:
         if self.stopped:
             return ""
         text = self._held + new
-        found = [place for each in self._stop if (place := text.find(each)) >= 0]
+        found = [(place + len(each), place) for each in self._stop if (place := text.find(each)) >= 0]
         if found:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            _, place = min(found)  # the first to be complete, however the text is cut into tokens
+            return text[:place]
         certain = len(text) - max((_begun(text, each) for each in self._stop), default=0)
         self._held = text[certain:]
         return text[:certain]

@@ -51,10 +51,10 @@ class BatchedRequest:
 class ServingBatch:
     """Continuous batching over one pool, which is never over-committed; one thread runs it.
 
-    Law L5 sets the rules: an answer is what it would be alone, but for the rounding of matrix products, which goes by
-    their size. Chunks of a prompt end where they would if it ran alone. A prompt is compacted as soon as it is complete,
-    so that its pages are free before another request has to wait for pages. No sequence is compacted earlier or harder
-    because others wait: its answer would depend on them.
+    Law L5 sets the rules: an answer is what it would be alone, but for the rounding of matrix products of other sizes.
+    Chunks of a prompt end where they would if it ran alone. A prompt is compacted as soon as it is complete, so that
+    its pages are free before another request has to wait for pages. No sequence is compacted earlier or harder because
+    others wait: its answer would depend on them.
     """
 
     def __init__(self, host: TorchHost, trace: Trace, *, chunk_tokens: int, most_running: int) -> None:
