@@ -21,7 +21,6 @@ LIMITS = {  # of ServingSettings: what the option says, and its type
     "most_text_bytes": ("of a request's text and question", int),
     "most_new_tokens": ("that a request may ask for", int),
     "timeout_s": ("seconds that a request may take, waiting included", float),
-    "grace_s": ("seconds that running requests get when the server ends", float),
 }
 
 

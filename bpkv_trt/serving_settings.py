@@ -29,17 +29,15 @@ class ServingSettings:
     most_text_bytes: int = 4 << 20  # of a request's text and question, some million tokens
     most_new_tokens: int = 4096  # that a request may ask for
     timeout_s: float = 600.0  # that a request may take, waiting included
-    grace_s: float = 20.0  # that running requests get when the server ends
 
     def __post_init__(self) -> None:
         for name in ("pool_bytes", "queue_limit", "most_running", "chunk_tokens", "most_text_bytes", "most_new_tokens"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**63:
                 raise ConfigError(f"{name} is {quoted(value)}; give a whole number of at least 1.")
-        for name in ("timeout_s", "grace_s"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-                raise ConfigError(f"{name} is {quoted(value)}; give seconds, more than 0.")
+        seconds = self.timeout_s
+        if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not 0 < seconds < math.inf:
+            raise ConfigError(f"timeout_s is {quoted(seconds)}; give seconds, more than 0.")
         for name in ("model", "dtype", "device"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name} is {quoted(getattr(self, name))}; give a name.")

@@ -80,8 +80,7 @@ def tensors(inputs: dict[str, Any]) -> list[grpc_client.InferInput]:
 
 def _responses(client: Any, text: str, request_id: str, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
     arrived: SimpleQueue[Any] = SimpleQueue()
-    codes = {"triton_grpc_error": "true"}  # else errors come without their codes
-    client.start_stream(lambda result, error: arrived.put((result, error)), headers=codes)
+    client.start_stream(lambda result, error: arrived.put((result, error)))
     sent = tensors({"text_input": text, "streaming": True, **inputs})
     client.async_stream_infer("bpkv", sent, request_id=request_id, enable_empty_final_response=True)
     while True:

@@ -104,8 +104,12 @@ def main() -> None:
         assert bpkv([*arguments, "--queue-limit", "4", "--most-running", "4"]) == 0
         with TritonServer(Path(python).parent, models, Path(folder, "log")) as server:
             begun = time.monotonic()
-            done = soak(server, options.requests, options.clients, options.seed)
-            left = server.metrics_when("bpkv_running", 0)
+            try:
+                done = soak(server, options.requests, options.clients, options.seed)
+                left = server.metrics_when("bpkv_running", 0)
+            except Exception:
+                print(server.log.read_text(errors="replace")[-4000:], file=sys.stderr)
+                raise
             print(dict(done), f"{time.monotonic() - begun:.0f} s, pages live: {left['bpkv_pages_live']:.0f}")
     sys.exit(1 if done["wrong"] or done["failed"] or left["bpkv_pages_live"] else 0)
 

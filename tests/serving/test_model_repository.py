@@ -116,7 +116,6 @@ REFUSED = [
     (["--model", str(TINY), "--queue-limit", "0"], "queue_limit"),
     (["--model", str(TINY), "--chunk-tokens", "x"], "invalid int"),
     (["--model", str(TINY), "--timeout-s", "nan"], "timeout_s"),
-    (["--model", str(TINY), "--grace-s", "-1"], "grace_s"),
 ]
 
 

@@ -64,10 +64,11 @@ class TritonPythonModel:
         return bool(self._loop.healthy)
 
     def finalize(self) -> None:
-        """Let the running requests end, within the settings' time, and send what they gave."""
-        self._loop.shutdown(self._settings.grace_s)
+        """End the loop; Triton asks for it when the last of its requests has been answered."""
+        self._loop.shutdown(timeout_s=0)
         self._ended.set()
         self._sender.join()
+        del self._loop, self._published  # metrics that outlive this call make the stub of Triton 2.51 crash at its end
 
     def _take(self, request: Any, sender: Any) -> None:
         tensors, parameters = dict(_tensors(request)), json.loads(request.parameters() or "{}")
