@@ -101,7 +101,7 @@ def _build_with_plugin(options: argparse.Namespace, arguments: Sequence[str]) ->
     config = _configuration(options)
 
     stock = StockBuild.find()
-    stock.check_version()
+    stock.package.check_version()
     told = stock.options(arguments)
     refuse_conflicts(told)
     checkpoint = Checkpoint.read(_source(told))
@@ -122,7 +122,9 @@ def _build_with_plugin(options: argparse.Namespace, arguments: Sequence[str]) ->
         stock.run([*arguments, *class_options])
         if not told.get("dry_run"):
             _save_projections(weights, ranks, output)
-            EngineSidecar.write(output, settings, {"tensorrt": tensorrt.__version__, "tensorrt_llm": stock.version})
+            EngineSidecar.write(
+                output, settings, {"tensorrt": tensorrt.__version__, "tensorrt_llm": stock.package.version}
+            )
             print(f"{PROGRAM}: the engine's settings are in {output / FILE}; keep it beside the engine.")
 
 
