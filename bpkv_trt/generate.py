@@ -10,7 +10,7 @@ from bpkv_trt.errors import ConfigError, InputError
 from bpkv_trt.evaluation.verify import verify
 from bpkv_trt.models.loading import LoadedModel, load_model
 from bpkv_trt.models.placement import device_of, dtype_of
-from bpkv_trt.models.stop_tokens import stop_tokens
+from bpkv_trt.models.stop_tokens import stop_tokens_of
 from bpkv_trt.policies.registry import settled
 from bpkv_trt.profiling import Trace
 from bpkv_trt.progress import Progress
@@ -37,7 +37,7 @@ def run_generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]
     with trace.range("load"):
         loaded = load_model(request.model, dtype=dtype_of(request.dtype, device), device=device)
     turns = _encode(loaded, request)
-    sampling = sampling.stopping_at(stop_tokens(loaded.model, loaded.tokenizer))
+    sampling = sampling.stopping_at(stop_tokens_of(loaded.model, loaded.tokenizer))
     engine = _engine(loaded, request, turns, trace)
     answer = _answer(engine, turns, sampling, progress)
     report = _report(request, loaded, turns, answer, engine)
