@@ -15,22 +15,25 @@ from bpkv_trt.models.stop_tokens import stop_tokens
 class LoadedTokenizer:
     """All that text takes beside a model that is loaded elsewhere."""
 
+    name: str
     tokenizer: PreTrainedTokenizerBase
     encoder: PromptEncoder
-    stop_tokens: frozenset[int]
+    generation_config: GenerationConfig | None
+
+    def stop_tokens(self, vocabulary: int) -> frozenset[int]:
+        """What ends an answer of a model with so many tokens; ModelError where that is none of them."""
+        return stop_tokens(self.generation_config, vocabulary, self.tokenizer)
 
 
-def load_tokenizer(name: str, vocabulary: int) -> LoadedTokenizer:
+def load_tokenizer(name: str) -> LoadedTokenizer:
     """The tokenizer of `--tokenizer`, named as a model is; a directory may hold nothing else.
 
-    vocabulary: of the model that it is for. Raises ModelError where it cannot be loaded, or ends answers with what is
-    no token of that model.
+    Raises ModelError where it cannot be loaded.
     """
     source = ModelSource(name, "tokenizer")
     found = source.find()
     tokenizer = tokenizer_of(source, found)
-    ends = stop_tokens(_generation_config(source, found), vocabulary, tokenizer)
-    return LoadedTokenizer(tokenizer, PromptEncoder(tokenizer), ends)
+    return LoadedTokenizer(name, tokenizer, PromptEncoder(tokenizer), _generation_config(source, found))
 
 
 def tokenizer_of(source: ModelSource, found: str) -> PreTrainedTokenizerBase:

@@ -254,7 +254,7 @@ def test_an_interrupt_is_no_traceback(
     def interrupted(path: Path) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bpkv_trt.cli.read_prompt", interrupted)
+    monkeypatch.setattr("bpkv_trt.generate_command.read_prompt", interrupted)
     assert main(["generate", "--model", "m", "--prompt-file", str(prompt)]) == 130
     assert capsys.readouterr().err == "bpkv: interrupted.\n"
 
