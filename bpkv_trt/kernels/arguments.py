@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from bpkv_trt.kernels.variant import ALIGNMENT
+
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -38,6 +40,11 @@ def expect(
         raise ValueError(f"{name} is on {given.device}; expected {device}, where the others are.")
     if contiguous and not given.is_contiguous():
         raise ValueError(f"{name} has strides {given.stride()}; expected contiguous memory.")
+
+
+def aligned(given: Tensor) -> Tensor:
+    """What compiled kernels can read, which begins at a multiple of `ALIGNMENT` bytes: a part of a table is copied."""
+    return given.clone() if given.data_ptr() % ALIGNMENT else given
 
 
 def expect_int(name: str, given: object, least: int, most: int | None = None) -> None:

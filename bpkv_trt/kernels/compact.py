@@ -1,13 +1,13 @@
 """Packing the kept rows of every head to the front of its pages, in place."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from bpkv_trt.kernels.arguments import expect
+from bpkv_trt.kernels.language import tl, triton
 from bpkv_trt.kernels.launch import launch
 from bpkv_trt.kernels.paged import PagedCache, pointer, row_offsets
+from bpkv_trt.kernels.rounding import next_power_of_2
 
 TILE = 64  # rows read before the first of them is written: 32 KiB of K and V at D 128 in bf16
 WORD = 4  # bytes; rows move as words, whatever they hold
@@ -51,7 +51,7 @@ def compact(rows: Tensor, offsets: Tensor, cache: PagedCache, positions: Tensor 
         HEADS=cache.page_heads,
         PAGE_SIZE=cache.page_size,
         WORDS=row_bytes // WORD,
-        WIDTH=triton.next_power_of_2(row_bytes // WORD),
+        WIDTH=next_power_of_2(row_bytes // WORD),
         TILE=TILE,
         warps=8,
         stages=1,

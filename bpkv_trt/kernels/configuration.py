@@ -108,7 +108,19 @@ def score_launches(configuration: KernelConfiguration) -> list[Launch]:
     """Those of `launches` that score, for an attention output in the type of the queries: what an engine carries."""
     with recorded() as notes:
         for positions in _powers_up_to(configuration.positions):
-            _singleton_scores(configuration, Sizes(positions), (configuration.activations,))
+            sizes = Sizes(positions)
+            _singleton_scores(configuration, sizes, _normalise(configuration, sizes), (configuration.activations,))
+    return notes
+
+
+def session_launches(configuration: KernelConfiguration) -> list[Launch]:
+    """Those of `launches` that follow the scores of an engine: the choice of a mask, and the packing of what stays."""
+    with recorded() as notes:
+        for positions in _powers_up_to(configuration.positions):
+            sizes = Sizes(positions)
+            _judge_masks(configuration, sizes, _normalise(configuration, sizes))
+        _refine(configuration, Sizes(configuration.positions))
+        _compact(configuration, Sizes(1))
     return notes
 
 
@@ -149,18 +161,13 @@ def _cache(configuration: KernelConfiguration, sizes: Sizes) -> PagedCache:
 
 def _score(configuration: KernelConfiguration, sizes: Sizes) -> None:
     """The pass of stage 1, and those of stage 2 that read the cache."""
-    scored = _singleton_scores(configuration, sizes, (configuration.activations, torch.float32))
-    q, offsets, cache, lse, options = scored
-    heads, width = q.shape[1:]
-    entries = cache.lengths.shape
-    evict, centre = _empty(*entries, sizes.tokens, dtype=torch.bool), _empty(*entries, width)
-    sums = deletion_statistics(q, evict, centre, offsets, cache, lse, **options)
-    state = (sums.kept_mass, sums.kept_sum, _empty(len(q), heads, width), _empty(*entries))
-    nomination(q, evict, centre, *state, offsets, cache, lse, **options)
+    normalised = _normalise(configuration, sizes)
+    _singleton_scores(configuration, sizes, normalised, (configuration.activations, torch.float32))
+    _judge_masks(configuration, sizes, normalised)
 
 
-class _Scored(NamedTuple):
-    """What stage 2 takes of stage 1."""
+class _Normalised(NamedTuple):
+    """What both stages take, the cache's logarithms of the softmax's denominators among it."""
 
     q: Tensor
     offsets: Tensor
@@ -169,21 +176,36 @@ class _Scored(NamedTuple):
     options: dict[str, Any]
 
 
-def _singleton_scores(configuration: KernelConfiguration, sizes: Sizes, contexts: tuple[torch.dtype, ...]) -> _Scored:
-    """Stage 1, for each type that the attention output may have."""
+def _normalise(configuration: KernelConfiguration, sizes: Sizes) -> _Normalised:
     cache = _cache(configuration, sizes)
     rows, heads, width = sizes.sequences * sizes.positions, configuration.query_heads, configuration.head_dim
     q = _empty(rows, heads, width, dtype=configuration.activations)
     offsets = _empty(sizes.sequences + 1, dtype=torch.int32)
     options: dict[str, Any] = {"scale": 1.0, "softcap": configuration.softcap, "positions": sizes.positions}
-    lse = log_sum_exp(q, offsets, cache, **options)
+    return _Normalised(q, offsets, cache, log_sum_exp(q, offsets, cache, **options), options)
 
+
+def _judge_masks(configuration: KernelConfiguration, sizes: Sizes, normalised: _Normalised) -> None:
+    q, offsets, cache, lse, options = normalised
+    heads, width = q.shape[1:]
+    entries = cache.lengths.shape
+    evict, centre = _empty(*entries, sizes.tokens, dtype=torch.bool), _empty(*entries, width)
+    sums = deletion_statistics(q, evict, centre, offsets, cache, lse, **options)
+    state = (sums.kept_mass, sums.kept_sum, _empty(len(q), heads, width), _empty(*entries))
+    nomination(q, evict, centre, *state, offsets, cache, lse, **options)
+
+
+def _singleton_scores(
+    configuration: KernelConfiguration, sizes: Sizes, normalised: _Normalised, contexts: tuple[torch.dtype, ...]
+) -> None:
+    """Stage 1, for each type that the attention output may have."""
+    q, offsets, cache, lse, options = normalised
+    rows, heads, width = q.shape
     readout = _empty(rows, configuration.channels, heads, width, dtype=configuration.activations)
     p, weights = None if configuration.probes else _empty(rows, configuration.channels), _empty(rows)
     for dtype in dict.fromkeys(contexts):
         context = _empty(rows, heads, width, dtype=dtype)
         singleton_scores(q, context, readout, p, weights, offsets, cache, lse, longest=sizes.tokens, **options)
-    return _Scored(q, offsets, cache, lse, options)
 
 
 def _refine(configuration: KernelConfiguration, sizes: Sizes) -> None:

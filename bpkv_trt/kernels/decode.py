@@ -1,14 +1,14 @@
 """Attention of one new token per sequence over a paged cache whose heads may hold different counts of rows."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from bpkv_trt.kernels.arguments import expect_int
+from bpkv_trt.kernels.language import tl, triton
 from bpkv_trt.kernels.launch import launch
 from bpkv_trt.kernels.lse import attention_logits, expect_queries
 from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets, tile_rows
+from bpkv_trt.kernels.rounding import next_power_of_2
 
 TILE = 64  # rows of K at a time, at most: with V, and both while the next ones come, 64 KiB, which every target has
 ROWS_PER_SPLIT = 4 * TILE  # at least: with less, reading what the others found costs as much as the rows
@@ -43,7 +43,7 @@ def paged_decode_attention(
     if splits is None:
         splits = split_count(batch * cache.kv_heads, cache.capacity, multiprocessors(q.device))
     group = heads // cache.kv_heads
-    padded_width = triton.next_power_of_2(width)
+    padded_width = next_power_of_2(width)
     partial_context = torch.empty(batch, heads, splits, width, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(batch, heads, splits, dtype=torch.float32, device=q.device)
     context, lse = torch.empty_like(q), torch.empty(batch, heads, dtype=torch.float32, device=q.device)
@@ -63,7 +63,7 @@ def paged_decode_attention(
         partial_context,
         partial_lse,
         GROUP=group,
-        ROWS=max(16, triton.next_power_of_2(group)),
+        ROWS=max(16, next_power_of_2(group)),
         **cache.constants,
         TYPE=cache.type.operand(q.dtype),
         SOFTCAP=softcap,
@@ -82,7 +82,7 @@ def paged_decode_attention(
         lse,
         D=width,
         WIDTH=padded_width,
-        SPLITS=triton.next_power_of_2(splits),
+        SPLITS=next_power_of_2(splits),
         warps=8,
     )
     return context, lse

@@ -1,16 +1,16 @@
 """What a mask takes from every head, and what one entry more or less would change: `core.evidence` from a cache."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from bpkv_trt.core.deletion import DeletionStatistics
-from bpkv_trt.kernels.arguments import expect
+from bpkv_trt.kernels.arguments import aligned, expect
+from bpkv_trt.kernels.language import tl, triton
 from bpkv_trt.kernels.launch import launch
 from bpkv_trt.kernels.lse import INFINITY, attention, expect_queries
 from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets, tile_rows
 from bpkv_trt.kernels.positions import BLOCK_ROWS, PositionBlocks, block_rows, sees
+from bpkv_trt.kernels.rounding import ceil_div
 
 TILE = 32  # rows at a time, at most: v - centre in fp32, in the two parts that its product takes, fills 32 KiB at D 128
 TILES_PER_SPLIT = 16  # at least: a partial is as large as the queries, four times over
@@ -49,7 +49,7 @@ def deletion_statistics(
     most = BLOCK_ROWS if width <= 128 else BLOCK_ROWS // 2  # whose sums fit into registers
     blocks = PositionBlocks(positions, heads // cache.kv_heads, most)
     longest = evict.shape[-1]
-    splits = max(1, min(MOST_SPLITS, triton.cdiv(longest, TILE * TILES_PER_SPLIT)))
+    splits = max(1, min(MOST_SPLITS, ceil_div(longest, TILE * TILES_PER_SPLIT)))
     masses = torch.empty(splits, 2, rows, heads, dtype=torch.float32, device=q.device)
     sums = torch.empty(splits, 2, rows, heads, width, dtype=torch.float32, device=q.device)
     if rows:
@@ -57,7 +57,7 @@ def deletion_statistics(
             partial_statistics,
             (2 * blocks.count * splits, cache.kv_heads, cache.sequences),
             q,
-            evict.view(torch.uint8),
+            aligned(evict.view(torch.uint8)),
             centre,
             offsets,
             cache.addresses,
@@ -135,14 +135,14 @@ def nomination(
     tile = tile_rows(TILE, width, q.dtype)
     launch(
         nominate_entries,
-        (triton.cdiv(longest, tile), cache.kv_heads, cache.sequences),
+        (ceil_div(longest, tile), cache.kv_heads, cache.sequences),
         q,
-        evict.view(torch.uint8),
+        aligned(evict.view(torch.uint8)),
         centre,
-        mass,
+        aligned(mass),
         (contexts * slopes).sum(-1),
         slopes,
-        least,
+        aligned(least),
         offsets,
         cache.addresses,
         cache.key_pages,

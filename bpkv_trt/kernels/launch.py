@@ -1,21 +1,22 @@
-"""A launch of a kernel: run, or kept as what has to be compiled ahead of time. Both know it from one place."""
+"""A launch of a kernel: run, or kept as what has to be compiled ahead of time. Which of them is decided here alone."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from triton.runtime import JITFunction
+from bpkv_trt.kernels.language import NamedKernel, interprets, tl
 
-_recording: ContextVar["list[Launch] | None"] = ContextVar("recording", default=None)
+if TYPE_CHECKING:
+    from triton.runtime import JITFunction
 
 
 @dataclass(frozen=True)
 class Launch:
     """One kernel with everything that it is launched with."""
 
-    kernel: JITFunction
+    kernel: "JITFunction | NamedKernel"
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]  # in the kernel's order, before its constants: tensors, numbers, or None
     constants: Mapping[str, Any]  # compile-time ones
@@ -23,28 +24,63 @@ class Launch:
     stages: int  # of loops that overlap loads with products
 
 
-def launch(
-    kernel: JITFunction, grid: tuple[int, ...], *arguments: Any, warps: int, stages: int = 3, **constants: Any
-) -> None:
-    """Run a kernel on the current device; within `recorded` nothing runs and it is noted instead.
+class Launcher(Protocol):
+    """What runs kernels in Triton's place, such as `CompiledKernels`."""
 
-    Raises ValueError for tensors on `meta`, which have no memory, if it is to run. All are where the first argument is.
+    def launch(self, launch: Launch) -> None: ...
+
+
+def run_by_triton(launch: Launch) -> None:
+    """Compile it for the current device, unless that was done before, and run it there; or interpret it on the CPU.
+
+    Raises ValueError for tensors on `meta`, which have no memory, ConfigError where Triton is not installed.
     """
-    notes = _recording.get()
-    if notes is not None:
-        notes.append(Launch(kernel, grid, arguments, constants, warps, stages))
-    elif arguments[0].is_meta:
-        raise ValueError(f"{kernel.__name__} has tensors on meta; expected only within `recorded`, where nothing runs.")
-    else:
-        kernel[grid](*arguments, **constants, num_warps=warps, num_stages=stages)
+    name = launch.kernel.__name__
+    if launch.arguments[0].is_meta:
+        raise ValueError(f"{name} has tensors on meta; expected only within `recorded`, where nothing runs.")
+    constants = _interpretable(launch.constants) if interprets() else launch.constants
+    launch.kernel[launch.grid](*launch.arguments, **constants, num_warps=launch.warps, num_stages=launch.stages)
+
+
+_run: ContextVar[Callable[[Launch], None]] = ContextVar("run", default=run_by_triton)
+
+
+def launch(
+    kernel: "JITFunction", grid: tuple[int, ...], *arguments: Any, warps: int, stages: int = 3, **constants: Any
+) -> None:
+    """Run a kernel by Triton on the current device, or as `launched_by` says; within `recorded` it is only noted.
+
+    All tensors are where the first argument is. Raises what runs it does.
+    """
+    _run.get()(Launch(kernel, grid, arguments, constants, warps, stages))
+
+
+@contextmanager
+def launched_by(kernels: Launcher) -> Iterator[None]:
+    """Have kernels run by these, in this thread (or task) only, pools for kernels that are made in it among them."""
+    token = _run.set(kernels.launch)
+    try:
+        yield
+    finally:
+        _run.reset(token)
 
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
     """Note what would be launched, for tensors of any device: those of `meta` take no memory."""
     notes: list[Launch] = []
-    token = _recording.set(notes)
+    token = _run.set(notes.append)
     try:
         yield notes
     finally:
-        _recording.reset(token)
+        _run.reset(token)
+
+
+def launches_by_triton() -> bool:
+    """Whether a kernel launched now would be run by Triton."""
+    return _run.get() is run_by_triton
+
+
+def _interpretable(constants: Mapping[str, Any]) -> dict[str, Any]:
+    # Types of a product's operands become fp32: the interpreter's product of bf16 is wrong.
+    return {name: tl.float32 if isinstance(value, tl.dtype) else value for name, value in constants.items()}

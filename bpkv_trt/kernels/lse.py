@@ -1,14 +1,14 @@
 """The log-sum-exp of the attention logits of every scoring position: the one pass that weights need before scores."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from bpkv_trt.kernels.arguments import FLOATS, expect, expect_finite, expect_int
+from bpkv_trt.kernels.language import tl, triton
 from bpkv_trt.kernels.launch import launch
 from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets, tile_rows
 from bpkv_trt.kernels.positions import BLOCK_ROWS, PositionBlocks, block_rows, sees
+from bpkv_trt.kernels.rounding import ceil_div
 
 TILE = 128  # rows of K at a time, at most
 LOGITS = 4096  # at a time, at most: what the registers of 4 warps hold on every target
@@ -40,7 +40,7 @@ def log_sum_exp(
     expect_queries(q, offsets, cache, scale, softcap, window)
     rows, heads, width = q.shape
     blocks = PositionBlocks(positions, heads // cache.kv_heads)
-    splits = max(1, min(MOST_SPLITS, triton.cdiv(cache.capacity, ROWS_PER_SPLIT)))
+    splits = max(1, min(MOST_SPLITS, ceil_div(cache.capacity, ROWS_PER_SPLIT)))
     result = torch.empty(rows, heads, dtype=torch.float32, device=q.device)
     if rows == 0:
         return result
@@ -71,7 +71,7 @@ def log_sum_exp(
     )
     launch(
         combined_log_sum_exp,
-        (triton.cdiv(rows * heads, COMBINED_COLUMNS),),
+        (ceil_div(rows * heads, COMBINED_COLUMNS),),
         partials,
         splits,
         rows * heads,

@@ -5,11 +5,11 @@ from enum import Enum
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from bpkv_trt.kernels.arguments import expect, expect_finite, expect_int
+from bpkv_trt.kernels.language import tl, triton
+from bpkv_trt.kernels.rounding import next_power_of_2
 
 ROW_BYTES = 16  # rows begin at multiples of it: kernels load so much at a time
 
@@ -42,10 +42,10 @@ class CacheType(Enum):
         """Bytes of one number."""
         return {CacheType.FP32: 4, CacheType.FP16: 2, CacheType.BF16: 2}.get(self, 1)
 
-    def operand(self, dtype: torch.dtype) -> tl.dtype:
-        """What rows become to be multiplied with a tensor of `dtype`: that type; fp32 in the interpreter.
+    def operand(self, dtype: torch.dtype) -> "tl.dtype":
+        """What rows become to be multiplied with a tensor of `dtype`: that type, as kernels name it.
 
-        (The interpreter's product of bf16 is wrong.) Raises TypeError where `dtype` would round a number of the cache.
+        Raises TypeError where `dtype` would round a number of the cache.
         """
         types = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
         rounded = {
@@ -55,7 +55,7 @@ class CacheType(Enum):
         }
         if dtype not in types or dtype in rounded.get(self, ()):
             raise TypeError(f"Rows of a cache of {self.value} would be rounded to be multiplied with {dtype}.")
-        return tl.float32 if triton.knobs.runtime.interpret else types[dtype]
+        return types[dtype]
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class PagedCache:
             "PAGE_HEADS": self.page_heads,
             "PAGE_SIZE": self.page_size,
             "D": self.head_dim,
-            "WIDTH": triton.next_power_of_2(self.head_dim),
+            "WIDTH": next_power_of_2(self.head_dim),
             "CACHE": self.type.value,
         }
 
@@ -153,7 +153,7 @@ def tile_rows(most: int, head_dim: int, dtype: torch.dtype) -> int:
     More would not fit into the registers of its warps: fewer rows if they are wider, and a quarter if they are fp32,
     of which each number is two in tf32. At least 16, which is what a product takes.
     """
-    width = int(triton.next_power_of_2(head_dim)) * (4 if dtype == torch.float32 else 1)
+    width = next_power_of_2(head_dim) * (4 if dtype == torch.float32 else 1)
     return max(16, min(most, most * 128 // width))
 
 

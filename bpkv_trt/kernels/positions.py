@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-import triton
-import triton.language as tl
-
 from bpkv_trt.kernels.arguments import expect_int
+from bpkv_trt.kernels.language import tl, triton
+from bpkv_trt.kernels.rounding import next_power_of_2
 
 BLOCK_ROWS = 64  # (position, query head) pairs in a block; the accumulators of more do not fit into registers
 SMALLEST_BLOCK = 16  # what tl.dot takes
@@ -25,12 +24,12 @@ class PositionBlocks:
 
     @property
     def padded_group(self) -> int:
-        return int(triton.next_power_of_2(self.group))
+        return next_power_of_2(self.group)
 
     @property
     def size(self) -> int:
         """Positions in a block: a power of two."""
-        wanted = max(int(triton.next_power_of_2(self.positions)), SMALLEST_BLOCK // self.padded_group)
+        wanted = max(next_power_of_2(self.positions), SMALLEST_BLOCK // self.padded_group)
         return min(wanted, max(1, self.rows // self.padded_group))
 
     @property

@@ -1,16 +1,16 @@
 """Stage 2's greedy choice on the device: `core.candidates.choose` without a word to the host between its steps."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from bpkv_trt.core.candidates import CandidatePool
 from bpkv_trt.core.divergence import Divergence, FisherDivergence, TopKDivergence
 from bpkv_trt.core.stability import LEAST_MASS
 from bpkv_trt.kernels.arguments import expect
+from bpkv_trt.kernels.language import tl, triton
 from bpkv_trt.kernels.launch import launch
 from bpkv_trt.kernels.lse import INFINITY
+from bpkv_trt.kernels.rounding import ceil_div, next_power_of_2
 from bpkv_trt.kernels.series import log1p, phi
 
 TILE = 16  # candidates of a program
@@ -51,11 +51,11 @@ def choose(
     least = floor.clamp_min(LEAST_MASS)
     chosen, stable = (torch.zeros(candidates, dtype=torch.bool, device=device) for _ in range(2))
     shifts = torch.empty(candidates, positions, channels, dtype=torch.float32, device=device)
-    blocks = triton.cdiv(candidates, TILE)
+    blocks = ceil_div(candidates, TILE)
     lowest = torch.empty(blocks, dtype=torch.float32, device=device)
     cheapest = torch.empty(blocks, dtype=torch.int32, device=device)
     changed = torch.full((1,), EVERY_HEAD.value, dtype=torch.int64, device=device)
-    width = triton.next_power_of_2(channels)
+    width = next_power_of_2(channels)
     for _ in range(steps if candidates else 0):
         launch(
             weigh_candidates,

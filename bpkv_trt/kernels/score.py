@@ -1,15 +1,15 @@
 """What evicting each entry alone would do to the next-token distribution: `core.deletion` from a paged cache."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from bpkv_trt.kernels.arguments import FLOATS, expect, expect_int
+from bpkv_trt.kernels.language import tl, triton
 from bpkv_trt.kernels.launch import launch
 from bpkv_trt.kernels.lse import attention, expect_queries
 from bpkv_trt.kernels.paged import PagedCache, load_rows, row_offsets, tile_rows
 from bpkv_trt.kernels.positions import PositionBlocks, block_rows, sees
+from bpkv_trt.kernels.rounding import ceil_div, next_power_of_2
 from bpkv_trt.kernels.series import log1p, phi
 
 TILE = 128  # entries of a program, at most: every readout row that it loads serves so many
@@ -71,21 +71,21 @@ def singleton_scores(
     context_read = torch.empty(rows, channels, heads, dtype=torch.float32, device=q.device)
     launch(
         read_context,
-        (triton.cdiv(channels * heads, CONTEXT_TILE), rows),
+        (ceil_div(channels * heads, CONTEXT_TILE), rows),
         context,
         readout,
         context_read,
         HEADS=heads,
         CHANNELS=channels,
         D=width,
-        WIDTH=triton.next_power_of_2(width),
+        WIDTH=next_power_of_2(width),
         TILE=CONTEXT_TILE,
         warps=4,
     )
     tile = tile_rows(TILE, width, torch.promote_types(q.dtype, readout.dtype))
     launch(
         score_entries,
-        (triton.cdiv(longest, tile), cache.kv_heads, cache.sequences),
+        (ceil_div(longest, tile), cache.kv_heads, cache.sequences),
         q,
         readout,
         context_read,

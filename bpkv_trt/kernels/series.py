@@ -1,7 +1,6 @@
 """e^x - 1 - x and log(1 + x) without the digits that they would lose near 0."""
 
-import triton
-import triton.language as tl
+from bpkv_trt.kernels.language import tl, triton
 
 PHI_LIMIT = tl.constexpr(0.3)  # beyond it e^x - 1 - x loses less than the series would
 LOG_LIMIT = tl.constexpr(0.5)

@@ -1,33 +1,21 @@
-"""Whether kernels can work on a pool's rows, and the kernels; where that cannot be, importing or asking says why."""
+"""Whether kernels can work on a pool's rows, and the kernels; where that cannot be, asking says why."""
 
 import torch
 
 from bpkv_trt.errors import ConfigError
-
-try:
-    import triton
-
-    from bpkv_trt.kernels.compact import compact
-    from bpkv_trt.kernels.configuration import LARGEST_HEAD
-    from bpkv_trt.kernels.paged import ROW_BYTES, CacheType, PagedCache
-except ModuleNotFoundError as error:
-    if error.name != "triton":
-        raise
-    raise ConfigError(
-        "The KV pool is on a GPU, where its kernels need Triton, which is not installed. "
-        "pip install 'bpkv-trt[kernels]', or run on the CPU with --device cpu."
-    ) from None
+from bpkv_trt.kernels.compact import compact
+from bpkv_trt.kernels.configuration import LARGEST_HEAD
+from bpkv_trt.kernels.language import INSTALLED, interprets
+from bpkv_trt.kernels.launch import launches_by_triton
+from bpkv_trt.kernels.paged import ROW_BYTES, CacheType, PagedCache
 
 __all__ = ["CacheType", "PagedCache", "compact", "readable_type"]
 
 
 def readable_type(dtype: torch.dtype, head_dim: int, device: torch.device) -> CacheType:
     """What kernels call rows of `head_dim` numbers; ConfigError where they cannot read such, or nothing runs them."""
-    if device.type != "cuda" and not triton.knobs.runtime.interpret:
-        raise ConfigError(
-            f"The KV pool is on {device}, where kernels need Triton's interpreter. Set TRITON_INTERPRET=1 "
-            "before Python starts, or leave kernels out."
-        )
+    if launches_by_triton():
+        _check_triton(device)
     try:
         cache_type = CacheType.of(dtype)
     except TypeError as error:
@@ -44,3 +32,16 @@ def readable_type(dtype: torch.dtype, head_dim: int, device: torch.device) -> Ca
             f"{dtype}); kernels read rows of multiples of {ROW_BYTES}. Run on the CPU: --device cpu."
         )
     return cache_type
+
+
+def _check_triton(device: torch.device) -> None:
+    if not INSTALLED:
+        raise ConfigError(
+            "The KV pool is on a GPU, where its kernels need Triton, which is not installed. "
+            "pip install 'bpkv-trt[kernels]', or run on the CPU with --device cpu."
+        )
+    if device.type != "cuda" and not interprets():
+        raise ConfigError(
+            f"The KV pool is on {device}, where kernels need Triton's interpreter. Set TRITON_INTERPRET=1 "
+            "before Python starts, or leave kernels out."
+        )

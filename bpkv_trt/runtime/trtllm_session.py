@@ -84,8 +84,10 @@ class BpkvSession(GenerationSession):  # type: ignore[misc]
         return outputs
 
     def _streamed(self, outputs: Iterator[Any]) -> Iterator[Any]:
-        yield from outputs
-        self._finish()
+        try:
+            yield from outputs
+        finally:  # also where the reader stops early
+            self._finish()
 
     def handle_per_step(self, **given: Any) -> Any:
         """The stock step; afterwards the lengths that the next run is bound to are those of its own rows."""
@@ -153,8 +155,8 @@ class BpkvSession(GenerationSession):  # type: ignore[misc]
         )
 
     def _finish(self) -> None:
-        assert self._batch is not None, "nothing was decoded"
-        self.events, self._batch = self._batch.finish(), None
+        if self._batch is not None:
+            self.events, self._batch = self._batch.finish(), None
 
 
 def _named(stock: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -47,7 +48,26 @@ def _possible(config: BpkvConfig) -> BpkvConfig:
         if (value := getattr(config, name)) != only:
             wanted = f"give {only}, or leave it out" if only is not None else "leave it out"
             raise ConfigError(f"{name} is {value}, which an engine cannot have: {reason}. For an engine {wanted}.")
+    _check_windows(config)
     return config
+
+
+def _check_windows(config: BpkvConfig) -> None:
+    """Raises ConfigError where a compaction would go by positions from before the one that precedes it.
+
+    An engine scores a position in the run of its token: what has been evicted since, it still attended to.
+    """
+    if "generation" not in config.regime:
+        return
+    defer = config.defer if "deferred" in config.regime else 0
+    fitting = next(each for each in count(config.interval) if each - defer % each >= config.positions)
+    if fitting != config.interval:
+        also = f" and defer is {defer}" if defer else ""
+        raise ConfigError(
+            f"interval is {config.interval}{also}, and an answer's compaction goes by the last {config.positions} "
+            "positions, some of them from before the compaction that precedes it. An engine scores positions as they "
+            f"pass: give interval {fitting}, or fewer positions."
+        )
 
 
 class EngineSettings(BaseModel):

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
 #define STAND_IN_API extern "C" __attribute__((visibility("default")))
 
@@ -44,7 +45,11 @@ State& state() {
     return *only;
 }
 
-thread_local int current_device = 0;
+thread_local int current_device = 0;          // of the calling thread's context; -1: it is in none
+thread_local std::vector<int> devices_below;  // of contexts that others were pushed upon
+
+/// A context is named by its device.
+CUcontext context_of(int device) { return reinterpret_cast<CUcontext>(static_cast<Handle>(device) + 1); }
 
 /// Runs a driver function under the lock, unless it was told to fail.
 template <typename Action>
@@ -58,6 +63,7 @@ CUresult expect_launchable(State const& now, Handle handle, int device, unsigned
                            unsigned shared_bytes) {
     auto const kernel = now.kernels.find(handle);
     if (kernel == now.kernels.end()) return CUDA_ERROR_INVALID_VALUE;
+    if (device < 0) return CUDA_ERROR_INVALID_CONTEXT;
     if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0) return CUDA_ERROR_INVALID_VALUE;
     if (grid[1] > most_of_grid || grid[2] > most_of_grid) return CUDA_ERROR_INVALID_VALUE;
     if (threads == 0 || threads > most_threads) return CUDA_ERROR_INVALID_VALUE;
@@ -88,6 +94,39 @@ STAND_IN_API CUresult cuGetErrorName(CUresult error, char const** text) {
 STAND_IN_API CUresult cuCtxGetDevice(CUdevice* device) {
     return locked("cuCtxGetDevice", [&](State&) {
         *device = current_device;
+        return CUDA_SUCCESS;
+    });
+}
+
+STAND_IN_API CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
+    return locked("cuDevicePrimaryCtxRetain", [&](State&) {
+        *context = context_of(device);
+        return CUDA_SUCCESS;
+    });
+}
+
+STAND_IN_API CUresult cuCtxGetCurrent(CUcontext* context) {
+    return locked("cuCtxGetCurrent", [&](State&) {
+        *context = context_of(current_device);
+        return CUDA_SUCCESS;
+    });
+}
+
+STAND_IN_API CUresult cuCtxPushCurrent(CUcontext context) {
+    return locked("cuCtxPushCurrent", [&](State&) {
+        if (context == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
+        devices_below.push_back(current_device);
+        current_device = static_cast<int>(reinterpret_cast<Handle>(context)) - 1;
+        return CUDA_SUCCESS;
+    });
+}
+
+STAND_IN_API CUresult cuCtxPopCurrent(CUcontext* context) {
+    return locked("cuCtxPopCurrent", [&](State&) {
+        if (devices_below.empty()) return CUDA_ERROR_INVALID_CONTEXT;
+        *context = context_of(current_device);
+        current_device = devices_below.back();
+        devices_below.pop_back();
         return CUDA_SUCCESS;
     });
 }
@@ -195,7 +234,7 @@ STAND_IN_API CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsig
         on_launch(image, name, current_device, grid, threads, shared_bytes, stream, arguments));
 }
 
-/// The device of the calling thread's context.
+/// The device of the calling thread's context; -1: it is in none.
 STAND_IN_API void stand_in_set_device(int ordinal) { current_device = ordinal; }
 
 STAND_IN_API void stand_in_set_capability(int ordinal, int major, int minor) {

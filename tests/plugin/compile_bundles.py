@@ -1,4 +1,4 @@
-"""Compile the kernels of every configuration that these tests have, for two targets, into a folder.
+"""Compile the kernels of every configuration that these tests have, for two targets at most, into a folder.
 
 A process of its own: the tests themselves run where kernels are interpreted.
 """
@@ -7,10 +7,13 @@ import sys
 from pathlib import Path
 
 from bpkv_trt.trtllm.score_kernels import compile_score_kernels
-from tests.plugin.configurations import CONFIGURATIONS, TARGETS
+from bpkv_trt.trtllm.session_kernels import compile_session_kernels
+from tests.plugin.configurations import CONFIGURATIONS, SESSIONS, TARGETS
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     for name, configuration in CONFIGURATIONS.items():
         kernels = compile_score_kernels(configuration, TARGETS[name], folder / "cache")
         (folder / f"{name}.bundle").write_bytes(kernels.bundle)
+    for name, configuration in SESSIONS.items():
+        compile_session_kernels(configuration, ["90a"], folder / "session_cache").write(folder / f"{name}.kernels")

@@ -26,4 +26,9 @@ CONFIGURATIONS = {
     "int8": replace(FP32, cache=CacheType.INT8, activations=torch.float16, positions=4, head_dim=32),
     "probes": replace(FP32, positions=4, channels=2, probes=True),
 }
+SESSION = replace(FP32, query_heads=6, page_size=8, positions=4, channels=12)  # of the sequences of the core's tests
+SESSIONS = {
+    "logits": SESSION,
+    "probes": replace(SESSION, positions=3, probes=True, cache=CacheType.FP8, activations=torch.bfloat16),
+}
 TARGETS = {name: ("80", "90a") if name == "fp32" else ("90a",) for name in CONFIGURATIONS}

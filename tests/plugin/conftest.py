@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import tests.kernels.interpreter  # noqa: F401
-from bpkv_trt.kernels.configuration import score_launches
-from tests.plugin.bundle_reader import read_bundle
-from tests.plugin.configurations import CONFIGURATIONS
+from bpkv_trt.kernels.bundle import unpack, unsealed
+from bpkv_trt.kernels.configuration import score_launches, session_launches
+from tests.plugin.configurations import CONFIGURATIONS, SESSIONS
 from tests.plugin.host import Host
 from tests.plugin.stand_in_driver import StandInDriver
 from tests.tensorrt_folder import dispatch_library
@@ -94,16 +94,25 @@ def bundle_files(made_once: Callable[..., Path]) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="session")
+def session_files(bundle_files: dict[str, Path]) -> dict[str, Path]:
+    """The kernels of sessions, as they lie beside an engine."""
+    return {name: bundle_files["fp32"].with_name(f"{name}.kernels") for name in SESSIONS}
+
+
+@pytest.fixture(scope="session")
 def bundles(bundle_files: dict[str, Path]) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in bundle_files.items()}
 
 
 @pytest.fixture(scope="session")
-def _stand_in(native: Path, bundles: dict[str, bytes]) -> StandInDriver:
+def _stand_in(native: Path, bundles: dict[str, bytes], session_files: dict[str, Path]) -> StandInDriver:
     driver = StandInDriver(native / "stand_in" / "libcuda.so.1")
     for name, configuration in CONFIGURATIONS.items():
-        _, kernels = read_bundle(bundles[name])
+        _, kernels = unpack(bundles[name])
         driver.knows(kernels, score_launches(configuration))
+    for name, configuration in SESSIONS.items():
+        _, kernels = unpack(unsealed(session_files[name].read_bytes()))
+        driver.knows(kernels, session_launches(configuration))
     return driver
 
 

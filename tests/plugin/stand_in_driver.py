@@ -9,15 +9,15 @@ import threading
 import traceback
 from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_int, c_uint, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bpkv_trt.kernels.aot import Variant
-from bpkv_trt.kernels.launch import Launch
-from tests.plugin.bundle_reader import BundledKernel
+from bpkv_trt.kernels.bundle import BundledKernel
+from bpkv_trt.kernels.launch import Launch, run_by_triton
+from bpkv_trt.kernels.variant import Variant
 
 TYPES = {
     "*fp32": torch.float32,
@@ -25,11 +25,11 @@ TYPES = {
     "*bf16": torch.bfloat16,
     "*i64": torch.int64,
     "*i32": torch.int32,
+    "*u8": torch.uint8,
 }
 LAUNCH = ctypes.CFUNCTYPE(
     c_int, c_void_p, c_char_p, c_int, POINTER(c_uint), c_uint, c_uint, c_void_p, POINTER(c_void_p)
 )
-OPERANDS = ("TYPE", "KEY_TYPE", "VALUE_TYPE")  # fp32 in the interpreter, whose product of bf16 is wrong
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ class Launched:
     grid: tuple[int, ...]
     threads: int
     shared_bytes: int
-    arguments: dict[str, Any]  # by the kernel's names: addresses and numbers
+    stream: int
+    types: dict[str, str]  # by the kernel's names of its arguments, in order
+    arguments: dict[str, Any]  # likewise: addresses and numbers
     constants: dict[str, str]
 
 
@@ -67,11 +69,15 @@ class StandInDriver:
 
     def knows(self, kernels: Sequence[BundledKernel], launches: Sequence[Launch]) -> None:
         """Kernels of a bundle, and what its makers would have launched in the interpreter."""
-        sources = {_identity(Variant.of(launch)): launch for launch in launches}
+        sources = {Variant.of(launch).identity: launch for launch in launches}
         for kernel in kernels:
-            constants = tuple(pair for pair in kernel.constants if pair[0] not in OPERANDS)
-            launch = sources[kernel.name, kernel.arguments, constants]
-            self.known[hashlib.sha256(kernel.image).hexdigest()] = (kernel, launch)
+            self.known[hashlib.sha256(kernel.image).hexdigest()] = (kernel, sources[kernel.identity])
+
+    def current_device(self) -> int:
+        """That of the calling thread's context; -1: it is in none."""
+        context = c_void_p()
+        assert self.c.cuCtxGetCurrent(ctypes.byref(context)) == 0
+        return (context.value or 0) - 1
 
     def count(self, what: str) -> int:
         return self.c.stand_in_count(what.encode())
@@ -85,7 +91,7 @@ class StandInDriver:
             given = [_value(arguments[place], kind) for place, (_, kind) in enumerate(kernel.arguments)]
             for place in range(len(given), len(given) + kernel.hidden_arguments):
                 assert ctypes.cast(arguments[place], POINTER(c_void_p))[0] is None, "a hidden argument is not null"
-            names = [argument for argument, _ in kernel.arguments]
+            by_name = dict(zip((name for name, _ in kernel.arguments), given, strict=True))
             self.launched.append(
                 Launched(
                     kernel.name,
@@ -93,25 +99,24 @@ class StandInDriver:
                     (grid[0], grid[1], grid[2]),
                     threads,
                     shared,
+                    stream or 0,
+                    dict(kernel.arguments),
                     {
                         name: value.data_ptr() if isinstance(value, torch.Tensor) else value
-                        for name, value in zip(names, given, strict=True)
+                        for name, value in by_name.items()
                     },
                     dict(kernel.constants),
                 )
             )
             if not self.only_records:
+                names = launch.kernel.arg_names[: len(launch.arguments)]
+                arguments_in_order = tuple(by_name.get(name) for name in names)  # None: absent from the cubin
                 with self._one_at_a_time:
-                    launch.kernel[grid[0], grid[1], grid[2]](*given, **launch.constants)
+                    run_by_triton(replace(launch, grid=(grid[0], grid[1], grid[2]), arguments=arguments_in_order))
             return 0
         except BaseException:
             traceback.print_exc()
             return 719  # CUDA_ERROR_LAUNCH_FAILED
-
-
-def _identity(variant: Variant) -> tuple[Any, ...]:
-    constants = tuple((name, str(value)) for name, value in variant.constants if name not in OPERANDS)
-    return variant.name, variant.arguments, constants
 
 
 def _elf(address: int) -> bytes:

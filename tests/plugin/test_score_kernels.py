@@ -17,12 +17,12 @@ AGAIN = """
 import sys
 from pathlib import Path
 from bpkv_trt.errors import BpkvError
-from bpkv_trt.trtllm import score_kernels
+from bpkv_trt.trtllm import kernel_bundle, score_kernels
 from tests.plugin.configurations import CONFIGURATIONS
 
 if __name__ == "__main__":
     if sys.argv[2] == "never":
-        score_kernels.compile_all = None
+        kernel_bundle.compile_all = None
     try:
         kernels = score_kernels.compile_score_kernels(CONFIGURATIONS["fp16"], sys.argv[3].split(","), Path(sys.argv[1]))
         sys.stdout.buffer.write(kernels.bundle)

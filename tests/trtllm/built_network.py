@@ -82,7 +82,8 @@ class Built:
 
 
 def engine_settings(**options):
-    config = for_engine(BpkvConfig(positions=POSITIONS, top_k=K, page_size=PAGE, recent=POSITIONS, **options))
+    own = {"positions": POSITIONS, "top_k": K, "page_size": PAGE, "recent": POSITIONS} | options
+    config = for_engine(BpkvConfig(**own))
     kernels = ScoreKernels(None, (), BUNDLE).checksum
     return EngineSettings(config=config, targets=("90a",), plugin_abi=1, plugin_sha256=SHA256, kernels=kernels)
 

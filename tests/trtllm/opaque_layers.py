@@ -1,5 +1,6 @@
 """Layers that TensorRT-RTX lacks, in a network of it: torch says what comes out, in a walk through the network."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -29,13 +30,16 @@ class OpaqueLayers:
         return self.added[-1]
 
     def walk(self, feed: Feed) -> NetworkWalk:
-        def given(layer: "OpaqueLayer") -> Callable[[], Tensor]:
-            return lambda: layer.evaluate(*(None if each is None else walk[each] for each in layer.inputs))
-
-        outputs = {layer.given.name: given(layer) for layer in self.added}
         if self._reading is None or not self._reading.still_of(self.network):
             self._reading = NetworkReading(self.network, self.trt)
-        walk = NetworkWalk(self._reading, dict(feed) | outputs)
+        whole = dict(feed)
+        walk = NetworkWalk(self._reading, whole)
+        own = weakref.proxy(walk)  # what is fed goes with the walk, not when cycles are looked for
+
+        def given(layer: "OpaqueLayer") -> Callable[[], Tensor]:
+            return lambda: layer.evaluate(*(None if each is None else own[each] for each in layer.inputs))
+
+        whole |= {layer.given.name: given(layer) for layer in self.added}
         return walk
 
 

@@ -37,6 +37,11 @@ def test_what_an_engine_can_only_have_is_its_default() -> None:
         ({"rehearsal": 512}, ["rehearsal is 512", "For an engine give 0"]),
         ({"policy": "snapkv"}, ["policy is snapkv", "give bpkv"]),
         ({"layer_table": "table.json"}, ["layer_table is table.json", "every layer keeps the same number"]),
+        ({"interval": 7}, ["interval is 7", "last 8 positions", "as they pass: give interval 8"]),
+        (
+            {"interval": 12, "regime": "deferred,generation", "defer": 5},
+            ["interval is 12 and defer is 5", "give interval 13"],
+        ),
     ],
     ids=str,
 )
@@ -47,6 +52,16 @@ def test_what_an_engine_cannot_have_is_refused_by_name(options: dict[str, object
     given = {**for_engine(BpkvConfig()).model_dump(), **options}
     with pytest.raises(ConfigError, match=str(next(iter(options)))):  # however they are made
         EngineSettings(config=given, targets=("80",), plugin_abi=1, plugin_sha256="0" * 64, kernels=1)
+
+
+def test_an_interval_that_holds_the_positions_is_an_engines() -> None:
+    """Defer and interval as they meet: at 21 and then at 24 tokens there are 3 between."""
+    for options in ({"interval": 8}, {"interval": 4, "regime": "prefill"}):
+        for_engine(BpkvConfig(**options))
+    shared = {"regime": "deferred,generation", "defer": 21, "recent": 40}
+    for_engine(BpkvConfig(**shared, interval=8, positions=3))
+    with pytest.raises(ConfigError, match="give interval 9"):
+        for_engine(BpkvConfig(**shared, interval=8, positions=4))
 
 
 def test_they_come_back_from_json_as_they_were() -> None:

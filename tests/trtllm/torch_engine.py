@@ -131,12 +131,12 @@ class TorchContext:
         unknown = sorted(engine._inputs.keys() - self._shapes)
         if unknown:
             raise ValueError(f"the inputs {', '.join(unknown)} have no shape")
-        shapes = self._shapes | engine._output_shapes(self._shapes)
-        bound = {name: self._view(name, shapes[name]) for name in engine._tensors}
-        results = engine._run({name: bound[name] for name in engine._inputs})
-        for name, value in results.items():
+        inputs = {name: self._view(name, shape) for name, shape in self._shapes.items()}
+        shapes = engine._output_shapes(self._shapes)
+        outputs = {name: self._view(name, shape) for name, shape in shapes.items()}
+        for name, value in engine._run(inputs).items():
             assert value.shape == shapes[name], f"{name}: {tuple(value.shape)}, and {shapes[name]} was said"
-            bound[name].copy_(value)
+            outputs[name].copy_(value)
 
     def _view(self, name: str, shape: Shape) -> Tensor:
         address = self._addresses.get(name, 0)
