@@ -41,6 +41,7 @@ class BpkvSession(GenerationSession):  # type: ignore[misc]
         built: BuiltEngine,
         config: BpkvConfig | None = None,
         *,
+        cuda_graph_mode: bool = False,
         stream: Any = None,
         trace: Trace | None = None,
         poison: bool = False,
@@ -50,7 +51,7 @@ class BpkvSession(GenerationSession):  # type: ignore[misc]
         config: by default the engine's own; `EngineSettings.configured` gives others. poison: unused rows are NaN.
         Raises ConfigError for what cannot be compacted.
         """
-        refuse_model(model_config, mapping)
+        refuse_model(model_config, mapping, cuda_graph_mode)
         # Names that the stock session does not expect are an error to it unless it debugs.
         super().__init__(model_config, engine_buffer, mapping, debug_mode=True, stream=stream)
         self.debug_mode = False
