@@ -65,7 +65,7 @@ class EngineRunner:
         sidecar.check_library(library)
         stock = StockPackage.find("engines are run by its session")
         stock.check_version()
-        device = find_gpu(sidecar.settings)
+        device = find_gpu()
         import tensorrt
 
         sidecar.check_versions({"tensorrt": tensorrt.__version__, "tensorrt_llm": stock.version})
@@ -171,16 +171,14 @@ def configured(settings: EngineSettings, options: Mapping[str, Any]) -> BpkvConf
     return config
 
 
-def find_gpu(settings: EngineSettings) -> torch.device:
-    """The GPU of rank 0. Raises BpkvError where there is none, or the engine has no kernels for it."""
+def find_gpu() -> torch.device:
+    """The GPU of rank 0. Raises BpkvError where there is none."""
     if not torch.cuda.is_available():
         raise BpkvError(
             "PyTorch sees no GPU here, and engines run on one: use a machine with an NVIDIA GPU, its driver and a CUDA "
             "build of PyTorch (`bpkv doctor` shows what there is), or run the model itself with --model."
         )
-    device = torch.device("cuda", 0)
-    settings.check_gpu(torch.cuda.get_device_capability(device))
-    return device
+    return torch.device("cuda", 0)
 
 
 def sampling_config(sampling: SamplingParams) -> Any:

@@ -7,7 +7,7 @@ its rows, the managers have counted the next token's, and nothing is bound yet f
 
 import inspect
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import BpkvError
+from bpkv_trt.kernels.launch import launched_by
 from bpkv_trt.pool.block_pool import BlockPool
 from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.engine_ports import EnginePorts
@@ -40,6 +41,7 @@ class BpkvSession(GenerationSession):  # type: ignore[misc]
         built: BuiltEngine,
         config: BpkvConfig | None = None,
         *,
+        cuda_graph_mode: bool = False,
         stream: Any = None,
         trace: Trace | None = None,
         poison: bool = False,
@@ -49,7 +51,7 @@ class BpkvSession(GenerationSession):  # type: ignore[misc]
         config: by default the engine's own; `EngineSettings.configured` gives others. poison: unused rows are NaN.
         Raises ConfigError for what cannot be compacted.
         """
-        refuse_model(model_config, mapping)
+        refuse_model(model_config, mapping, cuda_graph_mode)
         # Names that the stock session does not expect are an error to it unless it debugs.
         super().__init__(model_config, engine_buffer, mapping, debug_mode=True, stream=stream)
         self.debug_mode = False
@@ -103,7 +105,9 @@ class BpkvSession(GenerationSession):  # type: ignore[misc]
     def _get_context_shape_buffer(self, *args: Any, **kwargs: Any) -> dict[str, RuntimeTensor]:
         given = _named(GenerationSession._get_context_shape_buffer, self, *args, **kwargs)
         prompts = given["host_context_lengths"].tolist()
-        self._batch = SessionBatch(self.config, self.built.traits, self._pool(), self.built.projections, self.trace)
+        with self._launching():
+            pool = self._pool()
+        self._batch = SessionBatch(self.config, self.built.traits, pool, self.built.projections, self.trace)
         self._rows = prompts
         self._evicted = torch.zeros(len(prompts), dtype=torch.int32, device=self.device)
         self._lengths = torch.zeros_like(self._evicted)
@@ -117,7 +121,8 @@ class BpkvSession(GenerationSession):  # type: ignore[misc]
         assert batch is not None, "a step of no batch"
         rows = given["host_context_lengths"].tolist() if given["step"] == 0 else self._lengths.tolist()
         going_on = [not ended for ended in self.finished.view(-1).tolist()]
-        batch.after_run(rows, going_on, self._ports.bound)
+        with self._launching():
+            batch.after_run(rows, going_on, self._ports.bound)
 
         offsets = batch.pool.block_offsets()
         given |= {"host_kv_cache_block_offsets": offsets, "kv_cache_block_offsets": offsets.to(self.device)}
@@ -134,6 +139,10 @@ class BpkvSession(GenerationSession):  # type: ignore[misc]
         pool = self._batch.pool
         inputs = {**scored, "bpkv_pool_pointers": self._pool_pointers}
         return tensors | self._ports.bind(inputs, len(pool.sequences), pool.block_offsets().shape[-1] * pool.page_size)
+
+    def _launching(self) -> AbstractContextManager[None]:
+        """Kernels run inside are those that were compiled with the engine."""
+        return nullcontext() if self.built.kernels is None else launched_by(self.built.kernels)
 
     def _pool(self) -> BlockPool:
         """The session's memory and its managers, which are new in every `decode`."""

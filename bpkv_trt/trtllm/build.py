@@ -8,8 +8,9 @@ try:
     import tempfile
     from collections.abc import Iterator, Mapping, Sequence
     from contextlib import contextmanager
+    from dataclasses import replace
     from pathlib import Path
-    from typing import Any
+    from typing import TYPE_CHECKING, Any
 
     from bpkv_trt.config import BpkvConfig
     from bpkv_trt.documents import check_directory
@@ -23,6 +24,9 @@ try:
     from bpkv_trt.trtllm.settings import ONLY, VARIABLE, EngineSettings, for_engine
     from bpkv_trt.trtllm.sidecar import FILE, EngineSidecar, withdrawn
     from bpkv_trt.trtllm.stock import NAME, StockBuild
+
+    if TYPE_CHECKING:  # Triton is optional
+        from bpkv_trt.trtllm.session_kernels import SessionKernels
 except KeyboardInterrupt:  # they take a while where the machine is busy
     print("bpkv-trtllm-build: interrupted.", file=sys.stderr)
     sys.exit(130)
@@ -117,14 +121,14 @@ def _build_with_plugin(options: argparse.Namespace, arguments: Sequence[str]) ->
     weights = _weights(told)
     if weights is not None:
         check_checkpoint(weights, ranks)
-    settings = _compiled(options, config, checkpoint, library)
+    settings, session_kernels = _compiled(options, config, checkpoint, library)
     with withdrawn(output), _announced(settings, library, model_class) as class_options:
         stock.run([*arguments, *class_options])
         if not told.get("dry_run"):
             _save_projections(weights, ranks, output)
-            EngineSidecar.write(
-                output, settings, {"tensorrt": tensorrt.__version__, "tensorrt_llm": stock.package.version}
-            )
+            session_kernels.write(output)
+            versions = {"tensorrt": tensorrt.__version__, "tensorrt_llm": stock.package.version}
+            EngineSidecar.write(output, settings, versions)
             print(f"{PROGRAM}: the engine's settings are in {output / FILE}; keep it beside the engine.")
 
 
@@ -176,26 +180,29 @@ def _class_for(checkpoint: Checkpoint) -> str:
 
 def _compiled(
     options: argparse.Namespace, config: BpkvConfig, checkpoint: Checkpoint, library: PluginLibrary
-) -> EngineSettings:
-    """Settings of an engine whose kernels wait in the cache, for the processes that build its ranks."""
+) -> "tuple[EngineSettings, SessionKernels]":
+    """Settings of an engine whose kernels wait in the cache, for the processes that build its ranks; and those kernels
+    that its session runs beside it."""
     from bpkv_trt.kernels.compiler import check_compiler
 
     check_compiler()
     from bpkv_trt.kernels.aot import parse_targets
     from bpkv_trt.trtllm.score_kernels import compile_score_kernels
+    from bpkv_trt.trtllm.session_kernels import compile_session_kernels
 
     targets = parse_targets(options.targets) if "targets" in options else library.sidecar.targets
     library.check_targets(targets)
     configuration = checkpoint.kernel_configuration(config)
     if sys.stderr.isatty():
         print(f"{PROGRAM}: compiling kernels for {', '.join(targets)}; they are kept.", file=sys.stderr)
-    return EngineSettings(
+    settings = EngineSettings(
         config=config,
         targets=tuple(targets),
         plugin_abi=library.sidecar.abi,
         plugin_sha256=library.sidecar.sha256,
         kernels=compile_score_kernels(configuration, targets).checksum,
     )
+    return settings, compile_session_kernels(replace(configuration, positions=config.scoring_positions), targets)
 
 
 @contextmanager

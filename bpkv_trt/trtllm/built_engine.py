@@ -9,11 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from bpkv_trt.core.readout import BranchWeights
 from bpkv_trt.core.traits import ModelTraits
 from bpkv_trt.errors import InputError
+from bpkv_trt.kernels.compiled_kernels import CompiledKernels
 from bpkv_trt.trtllm.network_record import NetworkRecord
 from bpkv_trt.trtllm.plugin_library import PluginLibrary
 from bpkv_trt.trtllm.projections import Projections
 from bpkv_trt.trtllm.settings import EngineSettings
-from bpkv_trt.trtllm.sidecar import EngineSidecar, read_config
+from bpkv_trt.trtllm.sidecar import KERNELS, EngineSidecar, read_config
 
 CACHES = {"FP8": torch.float8_e4m3fn, "INT8": torch.int8}  # by TensorRT-LLM's name of the quantisation
 
@@ -37,6 +38,7 @@ class BuiltEngine:
     limits: EngineLimits
     traits: ModelTraits
     projections: BranchWeights
+    kernels: CompiledKernels | None = None  # that stage 2 and moves run on a GPU; None: Triton compiles them
     cache_dtype: torch.dtype | None = None  # of a quantised pool, which is stored as bytes
     cache_scales: tuple[float, ...] | None = None
 
@@ -48,6 +50,8 @@ class BuiltEngine:
         """
         sidecar = EngineSidecar.read(folder)
         sidecar.check_library(library)
+        if device.type == "cuda":
+            sidecar.settings.check_gpu(torch.cuda.get_device_capability(device))
         config = read_config(folder)
         pretrained = config["pretrained_config"]
         record = NetworkRecord.from_pretrained(pretrained, str(folder))
@@ -65,6 +69,7 @@ class BuiltEngine:
             limits=limits,
             traits=record.traits,
             projections=Projections.load(folder, rank, device),
+            kernels=CompiledKernels.read(folder / KERNELS),
             cache_dtype=CACHES.get(str(quantised)),
             cache_scales=record.cache_scales,
         )

@@ -4,18 +4,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bpkv_trt.documents import write_whole
+from bpkv_trt.errors import InputError
 from bpkv_trt.kernels.aot import TARGETS
 from bpkv_trt.kernels.bundle import sealed
 from bpkv_trt.kernels.configuration import KernelConfiguration, session_launches
 from bpkv_trt.trtllm.kernel_bundle import KernelBundle, compile_bundle
+from bpkv_trt.trtllm.sidecar import KERNELS
 
 
 class SessionKernels(KernelBundle):
     """As `kernels.compiled_kernels.CompiledKernels` launches them."""
 
-    def write(self, path: Path) -> None:
-        """The file that `CompiledKernels.read` takes, whole or not at all. Raises OSError."""
-        write_whole(path, sealed(self.bundle))
+    def write(self, engine: Path) -> None:
+        """Beside an engine, as `CompiledKernels.read` takes them. Raises InputError where that cannot be."""
+        try:
+            write_whole(engine / KERNELS, sealed(self.bundle))
+        except OSError as error:
+            raise InputError(f"The kernels cannot be written to {engine / KERNELS} ({error.strerror}).") from None
 
 
 def compile_session_kernels(

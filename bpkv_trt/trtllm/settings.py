@@ -146,6 +146,12 @@ class EngineSettings(BaseModel):
                 f"positions is {config.positions}, and the engine was built for at most {self.config.positions}: give "
                 "no more, or build another engine."
             )
+        if config.scoring_positions > (most := self.config.scoring_positions):
+            raise ConfigError(
+                f"regime is {','.join(config.regime)}, in which a compaction goes by {config.scoring_positions} "
+                f"positions (positions and defer), and the engine was built for at most {most}: give fewer, or build "
+                "another engine."
+            )
         return config
 
     def check_gpu(self, capability: Capability) -> None:

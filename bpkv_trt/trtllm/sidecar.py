@@ -15,7 +15,7 @@ from bpkv_trt.trtllm.plugin_library import ABI, PluginLibrary
 from bpkv_trt.trtllm.projections import file_of
 from bpkv_trt.trtllm.settings import EngineSettings
 
-FILE, CONFIG = "bpkv_config.json", "config.json"
+FILE, CONFIG, KERNELS = "bpkv_config.json", "config.json", "bpkv_kernels.bundle"
 SCHEMA_VERSION = 1
 LARGEST = 1 << 26  # bytes of a sidecar, or of an engine's config.json
 BUILD = "build the engine with `bpkv-trtllm-build --plugin bpkv`"
@@ -161,9 +161,9 @@ def _object(content: bytes, path: Path) -> dict[str, Any]:
 
 
 def _parts(engine: Path, ranks: int) -> list[str]:
-    """Files of the ranks: each has its engine, and, built with weights, its projections."""
+    """Each rank has its engine, and, built with weights, its projections; all have the session's kernels."""
     names = [f"rank{rank}.engine" for rank in range(ranks)]
-    return names + [name for name in map(file_of, range(ranks)) if (engine / name).exists()]
+    return names + [name for name in (*map(file_of, range(ranks)), KERNELS) if (engine / name).exists()]
 
 
 def _measured(engine: Path, names: Iterable[str]) -> dict[str, Any]:

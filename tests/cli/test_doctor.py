@@ -98,5 +98,7 @@ def test_a_gpu_tells_its_compute_capability(monkeypatch: pytest.MonkeyPatch, tmp
     (tmp_path / "torch.py").write_text("class cuda:\n    get_device_capability = staticmethod(lambda device: (9, 0))\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert doctor._compute_capability() == (9, 0)
-    (tmp_path / "torch.py").write_text("class cuda:\n    def get_device_capability(): raise RuntimeError('no driver')\n")
+    (tmp_path / "torch.py").write_text(
+        "class cuda:\n    def get_device_capability(): raise RuntimeError('no driver')\n"
+    )
     assert doctor._compute_capability() is None

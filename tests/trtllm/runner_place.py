@@ -47,9 +47,9 @@ class RunnerPlace:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """TensorRT-LLM is, and the CPU stands in for a GPU that the engine has kernels for."""
+        """TensorRT-LLM is, and the CPU stands in for a GPU."""
         with self.session_place.installed(*FRESH), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_runner, "find_gpu", lambda settings: torch.device("cpu"))
+            patch.setattr(engine_runner, "find_gpu", lambda: torch.device("cpu"))
             patch.setenv("BPKV_PLUGIN_PATH", str(self.library))
             yield
 

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from bpkv_trt.kernels.bundle import pack
 from bpkv_trt.models.loading import LoadedModel
 from bpkv_trt.models.weights import ModelWeights
 from bpkv_trt.trtllm.network_record import KEY
 from bpkv_trt.trtllm.projections import Projections
+from bpkv_trt.trtllm.session_kernels import SessionKernels
 from bpkv_trt.trtllm.sidecar import EngineSidecar
 from tests.trtllm.built_network import Built, prepare
 from tests.trtllm.checked_tensorrt import Description
@@ -77,6 +79,7 @@ class SessionPlace:
         self.fakes["tensorrt_llm.builder.Engine"](self.engine_config(), BUFFER).save(str(folder))
         layers, weights = self.built.loaded.traits.layers, ModelWeights(self.built.loaded.model)
         Projections(tuple(weights.output_projection(layer)[0] for layer in range(layers))).save(folder, 0)
+        SessionKernels(None, (), pack([], folder)).write(folder)  # none is launched on a CPU
         EngineSidecar.write(folder, self.built.settings, versions or {})
         return folder
 

@@ -10,8 +10,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from bpkv_trt.trtllm.sidecar import FILE, EngineSidecar
+from bpkv_trt.errors import InputError
+from bpkv_trt.kernels.compiled_kernels import CompiledKernels
+from bpkv_trt.trtllm.projections import Projections
+from bpkv_trt.trtllm.sidecar import FILE, KERNELS, EngineSidecar
 from tests.trtllm.build_place import BuildPlace, save_checkpoint, save_library
 from tests.trtllm.stock_build import FAILS
 
@@ -78,7 +83,19 @@ def test_an_engine_is_built_with_what_it_was_asked_for(place: BuildPlace, worker
     assert len(processes) <= workers and processes <= set(registered)
     assert len(set(registered)) == (1 if workers == 1 else 1 + len(processes)), "the command itself checks it first"
     bundles = list((place.cache / "kernels").iterdir())
-    assert [path.suffix for path in bundles] == [".bundle"], "one for all processes"
+    assert [path.suffix for path in bundles] == [".bundle"] * 2, "the engine's and its session's, for all processes"
+
+    kernels = CompiledKernels.read(place.folder / "engine" / KERNELS)
+    assert kernels.targets == ("80",)
+    for rank in range(2):
+        weights = load_file(checkpoint / f"rank{rank}.safetensors")
+        kept = Projections.load(place.folder / "engine", rank, torch.device("cpu")).layers
+        names = [f"transformer.layers.{layer}.attention.dense.weight" for layer in range(len(kept))]
+        assert set(names) == weights.keys() and all(map(torch.equal, kept, map(weights.get, names)))
+    (place.folder / "engine" / KERNELS).unlink()
+    with pytest.raises(InputError, match="lacks bpkv_kernels.bundle: copy all files of one build"):
+        EngineSidecar.read(place.folder / "engine")
+
     assert place.left_over() == [] and not Path(told[-3]).exists()
 
 

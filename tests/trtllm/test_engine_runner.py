@@ -179,16 +179,14 @@ def test_options_that_the_engine_cannot_have(place, options, words):
 
 
 def test_there_must_be_a_gpu_that_the_engine_has_kernels_for(place, monkeypatch):
-    settings = place.session_place.built.settings
+    assert engine_runner.find_gpu is not find_gpu, "replaced for the other tests"
     with pytest.raises(BpkvError, match="PyTorch sees no GPU here, and engines run on one"):
-        find_gpu(settings)
+        find_gpu()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(engine_runner, "find_gpu", find_gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     with pytest.raises(ConfigError, match=r"kernels for 90a, and the GPU, of compute capability 8.9, runs none"):
-        find_gpu(settings)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert find_gpu(settings) == torch.device("cuda", 0)
-    assert engine_runner.find_gpu is not find_gpu, "replaced for the other tests"
+        place.open()
 
 
 def without_projections(folder: Path) -> None:
@@ -198,6 +196,15 @@ def without_projections(folder: Path) -> None:
 def damaged_projections(folder: Path) -> None:
     path = folder / "rank0_bpkv_projections.safetensors"
     path.write_bytes(b"\xff" * path.stat().st_size)
+
+
+def without_kernels(folder: Path) -> None:
+    (folder / "bpkv_kernels.bundle").unlink()
+
+
+def damaged_kernels(folder: Path) -> None:
+    path = folder / "bpkv_kernels.bundle"
+    path.write_bytes(b"\0" * path.stat().st_size)
 
 
 def edited_sidecar(folder: Path) -> None:
@@ -221,6 +228,8 @@ def stock_engine(folder: Path) -> None:
     [
         (without_projections, "lacks rank0_bpkv_projections.safetensors: copy all files"),
         (damaged_projections, "output projections cannot be read from .*; build the engine again from a checkpoint"),
+        (without_kernels, "lacks bpkv_kernels.bundle: copy all files"),
+        (damaged_kernels, "compiled kernels .* are damaged: bytes are missing or changed; build the engine again"),
         (edited_sidecar, "was edited or is damaged: its checksum does not fit"),
         (without_sidecar, "was built with BP-KV, and its bpkv_config.json is missing"),
         (stock_engine, "was built without BP-KV: it has no bpkv_config.json. To compact, build"),

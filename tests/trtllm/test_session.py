@@ -27,7 +27,9 @@ REGIMES = ["prefill", "prefill,generation", "deferred", "deferred,generation", "
 
 @pytest.fixture(scope="module")
 def place(trt, tensorrt_10):
-    made = SessionPlace(trt, tensorrt_10, "llama_bias_rope", settings=engine_settings(**OPTIONS))
+    made = SessionPlace(
+        trt, tensorrt_10, "llama_bias_rope", settings=engine_settings(**OPTIONS, regime="deferred,generation")
+    )
     with made.installed(*FRESH):
         yield made
 

@@ -113,6 +113,7 @@ def test_a_runtime_changes_what_is_not_compiled_in() -> None:
     assert built.configured() == built.config
     for options, said in (
         ({"positions": 9, "recent": 64}, "positions is 9, and the engine was built for at most 8"),
+        ({"regime": "deferred", "defer": 4}, "regime is deferred, .* by 12 positions .* built for at most 8"),
         ({"top_k": 16}, "top_k is 16, and the engine was built for 32"),
         ({"page_size": 64}, "page_size is 64, and the engine was built for 32"),
         ({"scope": "layer"}, "scope is layer, which an engine cannot have"),

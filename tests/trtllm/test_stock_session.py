@@ -205,6 +205,24 @@ def test_sampling_goes_by_its_seed_and_its_bounds(place):
     assert torch.equal(narrow, place.decode(session, PROMPTS, NEW))
 
 
+def test_of_top_k_the_likeliest_are_picked(place):
+    options = {"top_k": 2, "temperature": 50.0, "random_seed": 1}
+    outputs = place.decode(unscored(place), PROMPTS, NEW, return_dict=True, output_generation_logits=True, **options)
+    picked = torch.tensor(answers(outputs["output_ids"], PROMPTS, NEW)).T  # [NEW, B]
+    likeliest = torch.stack([logits.topk(2).indices for logits in outputs["generation_logits"]])  # [NEW, B, 2]
+    second = picked == likeliest[..., 1]
+    assert (second | (picked == likeliest[..., 0])).all() and 0 < second.sum() < second.numel()
+
+
+def test_positions_may_be_the_callers(place):
+    steps = []
+    session = unscored(place, lambda tensors: steps.append(tensors["position_ids"].to_torch().tolist()))
+    own = [torch.arange(len(prompt), dtype=torch.int32) * 2 for prompt in PROMPTS]
+    place.decode(session, PROMPTS, 4, position_ids=own)
+    ends = [2 * len(prompt) - 2 for prompt in PROMPTS]
+    assert steps == [torch.cat(own).tolist(), *([end + step for end in ends] for step in (1, 2, 3))]
+
+
 ROWS = "bpkv_score_rows"
 REFUSED = {  # each is given the step's tensors, and how one is put among them
     "no elements": (lambda tensors, put: put(ROWS, torch.zeros(0, dtype=torch.int32)), f"{ROWS}: .*non-null"),
@@ -266,6 +284,21 @@ def test_memory_that_nobody_holds_fails_the_step_that_reads_it(place, caplog):
     with pytest.raises(RuntimeError, match="failed step=2"):
         place.decode(unscored(place, forget), PROMPTS, NEW)
     assert "position_ids: nobody holds its memory any more" in caplog.text
+
+
+def test_a_shape_that_was_refused_is_not_the_one_before(place, caplog):
+    from tensorrt_llm.runtime.generation import RuntimeTensor
+
+    steps = []
+
+    def widen(tensors):
+        steps.append(tensors)
+        if len(steps) == 3:
+            tensors[ROWS] = RuntimeTensor.from_torch(ROWS, torch.zeros(13, dtype=torch.int32))
+
+    with pytest.raises(RuntimeError, match="failed step=2"):
+        place.decode(unscored(place, widen), PROMPTS, NEW)
+    assert f"shapes outside of the profile: {{'{ROWS}': (13,)}}" in caplog.text
 
 
 def test_past_lengths_below_what_is_cached_fail(place, caplog):
