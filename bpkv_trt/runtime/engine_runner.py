@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import BpkvError, ConfigError, InputError
+from bpkv_trt.models.failure import told
 from bpkv_trt.policies.registry import refuse_idle
 from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.event import CompactionEvent
@@ -83,7 +84,13 @@ class EngineRunner:
         engine = Engine.from_dir(str(folder), 0)
         model_config = _engine_config_to_model_config(engine.config, gpu_weights_percent=1)
         mapping = engine.config.pretrained_config.mapping
-        session = BpkvSession(model_config, engine.engine, mapping, built, config, trace=trace)
+        try:
+            session = BpkvSession(model_config, engine.engine, mapping, built, config, trace=trace)
+        except (AssertionError, RuntimeError) as error:  # by which TensorRT-LLM tells that TensorRT gave it no engine
+            raise InputError(
+                f"TensorRT does not load the engine in {folder} ({told(error)}); its own lines above say why. An engine "
+                "is bound to the kind of GPU that it was built on: build it again on this machine."
+            ) from error
         return cls(session, model_config.kv_cache_type)
 
     def generate(

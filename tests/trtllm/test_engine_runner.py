@@ -271,6 +271,17 @@ def test_other_versions(place, monkeypatch, module, version, words):
         place.open()
 
 
+def test_an_engine_that_tensorrt_does_not_load(place, monkeypatch):
+    def start(*given):
+        raise AssertionError
+
+    monkeypatch.setitem(place.fakes.implementations, "tensorrt_llm.runtime.generation._Runtime.__init__", start)
+    with pytest.raises(
+        InputError, match=r"TensorRT does not load the engine in .* \(AssertionError\); .* build it again"
+    ):
+        place.open()
+
+
 def test_an_engine_that_lacks_our_inputs(place, monkeypatch):
     engine = place.session_place.engine
     for known in (engine._inputs, engine._tensors):
