@@ -299,6 +299,15 @@ class BpkvConfig(BaseModel):
     @classmethod
     def from_yaml(cls, path: Path | str, **overrides: Any) -> "BpkvConfig":
         """Read options from a YAML mapping; `overrides` win over the file. Raises ConfigError."""
+        options = cls.options_in(path)
+        try:
+            return cls(**{**options, **overrides})
+        except ConfigError as error:
+            raise ConfigError(f"In the configuration {path}: {error}") from None
+
+    @staticmethod
+    def options_in(path: Path | str) -> dict[str, Any]:
+        """The options of a YAML mapping by name, yet to be validated. Raises ConfigError where it is none."""
         content = read_file(Path(path), LARGEST_CONFIG, "configuration", "--config", ConfigError)
         try:
             options = yaml.load(content.decode("utf-8-sig"), _PlainYaml)
@@ -309,10 +318,7 @@ class BpkvConfig(BaseModel):
             raise ConfigError(f"The configuration {path} is not valid YAML: {problem}. Correct it there.") from None
         if not isinstance(options, dict | None):
             raise ConfigError(f"The configuration {path} is not a mapping; write lines such as budget: 0.2.")
-        try:
-            return cls(**{**{str(name): value for name, value in (options or {}).items()}, **overrides})
-        except ConfigError as error:
-            raise ConfigError(f"In the configuration {path}: {error}") from None
+        return {str(name): value for name, value in (options or {}).items()}
 
     def to_yaml(self) -> str:
         """YAML that `from_yaml` reads back to an equal configuration: the options that were given.
