@@ -88,8 +88,8 @@ class EngineRunner:
             session = BpkvSession(model_config, engine.engine, mapping, built, config, trace=trace)
         except (AssertionError, RuntimeError) as error:  # by which TensorRT-LLM tells that TensorRT gave it no engine
             raise InputError(
-                f"TensorRT does not load the engine in {folder} ({told(error)}); its own lines above say why. An engine "
-                "is bound to the kind of GPU that it was built on: build it again on this machine."
+                f"TensorRT does not load the engine in {folder} ({told(error)}); its own lines above say why. An "
+                "engine is bound to the kind of GPU that it was built on: build it again on this machine."
             ) from error
         return cls(session, model_config.kv_cache_type)
 
