@@ -54,10 +54,12 @@ class EngineRunner:
         plugin_lib: Path | None = None,
         options: Mapping[str, Any] | None = None,
         trace: Trace | None = None,
+        bounded: bool = False,
     ) -> "EngineRunner":
         """Check that folder, plugin library, TensorRT-LLM and GPU belong together, then load the engine.
 
         plugin_lib: by default as `PluginLibrary.find` looks for it. options: of BpkvConfig, in place of the engine's.
+        bounded: the cache is as large as compactions leave it (`BpkvSession`).
         Raises BpkvError, of the kind that fits, before anything is loaded.
         """
         sidecar = EngineSidecar.read(folder)  # what takes no time first: importing TensorRT-LLM may take a minute
@@ -72,10 +74,12 @@ class EngineRunner:
         sidecar.check_versions({"tensorrt": tensorrt.__version__, "tensorrt_llm": stock.version})
         built = BuiltEngine.open(folder, library, device)
         library.register(tensorrt)  # TensorRT asks for it when it loads the engine
-        return cls._load(folder, built, config, trace)
+        return cls._load(folder, built, config, trace, bounded)
 
     @classmethod
-    def _load(cls, folder: Path, built: BuiltEngine, config: BpkvConfig, trace: Trace | None) -> "EngineRunner":
+    def _load(
+        cls, folder: Path, built: BuiltEngine, config: BpkvConfig, trace: Trace | None, bounded: bool
+    ) -> "EngineRunner":
         from tensorrt_llm.builder import Engine
         from tensorrt_llm.runtime.model_runner import _engine_config_to_model_config
 
@@ -85,7 +89,7 @@ class EngineRunner:
         model_config = _engine_config_to_model_config(engine.config, gpu_weights_percent=1)
         mapping = engine.config.pretrained_config.mapping
         try:
-            session = BpkvSession(model_config, engine.engine, mapping, built, config, trace=trace)
+            session = BpkvSession(model_config, engine.engine, mapping, built, config, trace=trace, bounded=bounded)
         except (AssertionError, RuntimeError) as error:  # by which TensorRT-LLM tells that TensorRT gave it no engine
             raise InputError(
                 f"TensorRT does not load the engine in {folder} ({told(error)}); its own lines above say why. An "

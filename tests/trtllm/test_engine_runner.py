@@ -69,6 +69,19 @@ def test_a_batch_is_answered_as_the_torch_host_answers_each(place, loaded, promp
     assert [timeless(answer) for answer in again] == [timeless(answer) for answer in answers], "nothing is left of it"
 
 
+def test_a_bounded_cache_gives_the_same_answers_from_fewer_blocks(place, prompts):
+    options = {"budget": "0.25", "generation_budget": "12t", "interval": 12}
+    answers, blocks = [], []
+    for bounded in (False, True):
+        runner = EngineRunner.open(place.folder, options=options, bounded=bounded)
+        answers.append([answer.tokens for answer in runner.generate(prompts, SamplingParams(60))])
+        (manager,) = runner.session.pools_kv_cache_manager._kv_cache_managers
+        blocks.append(len(manager.blocks_manager.free_blocks))
+    assert answers[0] == answers[1]
+    longest = max(map(len, prompts))
+    assert blocks[0] == 3 * -(-(longest + 60) // 8) and blocks[1] <= 3 * -(-(longest + 12) // 8) < blocks[0]
+
+
 @pytest.mark.parametrize("also", [frozenset(), frozenset({470, 471})], ids=["one end", "several"])
 def test_what_ends_an_answer_is_no_part_of_it(place, loaded, prompts, also):
     """Ends at different steps, by the smallest of the tokens, which is the session's, and by the others."""
