@@ -123,6 +123,14 @@ def test_the_runner_of_tensorrt_llm_takes_the_session(place, loaded, prompts):
         assert row[len(prompt) :][:NEW] == expected.generated
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_step_that_fails_is_told_in_one_paragraph(place, prompts, monkeypatch, streamed):
+    runner = place.open()
+    monkeypatch.setattr(runner.session.runtime, "_run", lambda *given: False)
+    with pytest.raises(BpkvError, match="could not go on with the batch .RuntimeError: Executing TRT engine failed"):
+        runner.generate(prompts, SamplingParams(NEW), (lambda answers: None) if streamed else None)
+
+
 def test_only_what_the_contract_knows_of_1_x_is_used(place, prompts):
     place.open().generate(prompts[:1], SamplingParams(2))
     assert place.fakes.unverified == set()
