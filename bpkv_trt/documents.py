@@ -136,12 +136,14 @@ def _same_file(one: Path, other: Path) -> bool:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file is a document that some run of ours left."""
+    """Whether a file is a report that some run of ours left; what has a checksum of its own belongs to an engine."""
     try:
         found = json.loads(read_file(path, LARGEST_REPORT, "output", "it"))
     except (InputError, ValueError, RecursionError):
         return False
-    versions = found.get("versions") if isinstance(found, dict) and "schema_version" in found else None
+    if not isinstance(found, dict) or "schema_version" not in found or "checksum" in found:
+        return False
+    versions = found.get("versions")
     return isinstance(versions, dict) and "bpkv_trt" in versions
 
 

@@ -1,6 +1,7 @@
 """An engine with BP-KV in it, run from its folder: token ids in, answers out."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from bpkv_trt.config import BpkvConfig
-from bpkv_trt.errors import BpkvError, InputError
+from bpkv_trt.errors import BpkvError, InputError, quoted
 from bpkv_trt.models.failure import told
 from bpkv_trt.policies.registry import refuse_idle
 from bpkv_trt.profiling import Trace
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # it imports TensorRT-LLM
     from bpkv_trt.runtime.trtllm_session import BpkvSession
 
 NO_END = -1  # in place of a token that ends answers
+FAILED = ("Executing TRT engine failed", "Can't allocate new block")  # TensorRT-LLM's words of a step that failed
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,9 @@ class EngineRunner:
 
         plugin_lib: by default as `PluginLibrary.find` looks for it. options: of BpkvConfig, in place of the engine's.
         bounded: the cache is as large as compactions leave it (`BpkvSession`).
-        Raises BpkvError, of the kind that fits, before anything is loaded.
+        Raises BpkvError, of the kind that fits.
         """
+        folder = Path(folder)
         sidecar = EngineSidecar.read(folder)  # what takes no time first: importing TensorRT-LLM may take a minute
         config = configured(sidecar.settings, options or {})
         library = PluginLibrary.find(plugin_lib)
@@ -72,9 +75,15 @@ class EngineRunner:
         import tensorrt
 
         sidecar.check_versions({"tensorrt": tensorrt.__version__, "tensorrt_llm": stock.version})
-        built = BuiltEngine.open(folder, library, device)
-        library.register(tensorrt)  # TensorRT asks for it when it loads the engine
-        return cls._load(folder, built, config, trace, bounded)
+        try:
+            built = BuiltEngine.open(folder, library, device)
+            library.register(tensorrt)  # TensorRT asks for it when it loads the engine
+            return cls._load(folder, built, config, trace, bounded)
+        except torch.OutOfMemoryError:
+            raise InputError(
+                f"The GPU has no room for the engine in {folder}. Free its memory (nvidia-smi shows what holds it), or "
+                "use a larger one."
+            ) from None
 
     @classmethod
     def _load(
@@ -85,11 +94,16 @@ class EngineRunner:
 
         from bpkv_trt.runtime.trtllm_session import BpkvSession
 
-        engine = Engine.from_dir(str(folder), 0)
+        try:
+            engine = Engine.from_dir(str(folder), 0)
+        except OSError as error:
+            raise InputError(f"The engine in {folder} cannot be read ({error.strerror}); check its files.") from None
         model_config = _engine_config_to_model_config(engine.config, gpu_weights_percent=1)
         mapping = engine.config.pretrained_config.mapping
         try:
             session = BpkvSession(model_config, engine.engine, mapping, built, config, trace=trace, bounded=bounded)
+        except torch.OutOfMemoryError:
+            raise
         except (AssertionError, RuntimeError) as error:  # by which TensorRT-LLM tells that TensorRT gave it no engine
             raise InputError(
                 f"TensorRT does not load the engine in {folder} ({told(error)}); its own lines above say why. An "
@@ -110,26 +124,34 @@ class EngineRunner:
         Raises InputError for a prompt without tokens, or a batch that the GPU has no room for, and ConfigError for more
         than the engine was built for, before anything is run.
         """
+        prompts = [_token_ids(prompt) for prompt in prompts]
         self._check(prompts)
         self._set_up(len(prompts), max(map(len, prompts)), sampling.max_new_tokens)
         packed = torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int32)
         lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32)
         given = packed.to(self.session.device), lengths.to(self.session.device), sampling_config(sampling)
         words = stop_words(sampling, len(prompts))
-        try:
+        with _failures_told():
             outputs = self.session.decode(*given, stop_words_list=words, streaming=on_step is not None)
-            if on_step is not None:
-                stream, outputs = outputs, None
-                for outputs in stream:
-                    on_step(_answers(outputs, prompts, sampling))
-        except RuntimeError as error:  # by which TensorRT-LLM tells that a step failed
-            raise BpkvError(
-                f"TensorRT-LLM could not go on with the batch ({told(error)}); lines of the log above say why, if any."
-            ) from error
+        if on_step is not None:
+            outputs = self._streamed(outputs, lambda output: on_step(_answers(output, prompts, sampling)))
         return [
             EngineAnswer(tokens, "length" if len(tokens) == sampling.max_new_tokens else "stop", events)
             for tokens, events in zip(_answers(outputs, prompts, sampling), self.session.events, strict=True)
         ]
+
+    @staticmethod
+    def _streamed(stream: Generator[Any, None, None], on_output: Callable[[Any], None]) -> Any:
+        """The last output of a stream; whatever happens to the reader, the stream has ended."""
+        outputs = None
+        with closing(stream):
+            while True:
+                with _failures_told():
+                    following = next(stream, None)
+                if following is None:
+                    return outputs
+                outputs = following
+                on_output(outputs)
 
     def model_runner(self) -> Any:
         """TensorRT-LLM's ModelRunner around this session."""
@@ -164,6 +186,32 @@ class EngineRunner:
                 "is held in full until it is compacted. Nothing was run. Give fewer or shorter prompts, or ask for "
                 "fewer new tokens."
             ) from None
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    """A prompt, be it a tensor. Raises InputError for what are no token ids."""
+    tokens = prompt.tolist() if isinstance(prompt, torch.Tensor | np.ndarray) else prompt
+    if not isinstance(tokens, Sequence) or any(type(token) is not int for token in tokens):
+        raise InputError(f"A prompt is {quoted(prompt)}; expected the ids of its tokens, such as [1, 5, 9].")
+    return list(tokens)
+
+
+@contextmanager
+def _failures_told() -> Iterator[None]:
+    """Around TensorRT-LLM's steps. Raises InputError where the GPU has no room, BpkvError where a step failed."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise InputError(
+            "The GPU has no room for what a step takes beside the KV cache. Give fewer or shorter prompts, or ask for "
+            "fewer new tokens."
+        ) from None
+    except RuntimeError as error:
+        if not str(error).startswith(FAILED):
+            raise
+        raise BpkvError(
+            f"TensorRT-LLM could not go on with the batch ({told(error)}); lines of the log above say why, if any."
+        ) from error
 
 
 def configured(settings: EngineSettings, options: Mapping[str, Any]) -> BpkvConfig:

@@ -101,10 +101,20 @@ class BpkvSession(GenerationSession):  # type: ignore[misc]
         return outputs
 
     def _streamed(self, outputs: Iterator[Any]) -> Iterator[Any]:
+        own = None
         try:
-            yield from outputs
+            while True:
+                if own is not self._batch and own is not None:
+                    raise BpkvError("This stream's batch has ended, since its session began another: finish it before.")
+                try:
+                    output = next(outputs)
+                except StopIteration:
+                    return
+                own = self._batch
+                yield output
         finally:  # also where the reader stops early
-            self._finish()
+            if own is self._batch:
+                self._finish()
 
     def handle_per_step(self, **given: Any) -> Any:
         """The stock step; afterwards the lengths that the next run is bound to are those of its own rows."""

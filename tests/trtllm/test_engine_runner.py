@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from bpkv_trt.runtime.engine import Engine, make_pool
 from bpkv_trt.runtime.engine_runner import EngineRunner, find_gpu, sampling_config, stop_words
 from bpkv_trt.runtime.generator import Generator
 from bpkv_trt.runtime.sampling import SamplingParams
+from bpkv_trt.trtllm.projections import Projections
 from build_scripts.recall_text import recall_prompt
 from tests.trtllm.runner_place import BUILT, LIMITS, LLAMA, RunnerPlace
 
@@ -129,6 +131,60 @@ def test_a_step_that_fails_is_told_in_one_paragraph(place, prompts, monkeypatch,
     monkeypatch.setattr(runner.session.runtime, "_run", lambda *given: False)
     with pytest.raises(BpkvError, match="could not go on with the batch .RuntimeError: Executing TRT engine failed"):
         runner.generate(prompts, SamplingParams(NEW), (lambda answers: None) if streamed else None)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a fault of the user's own"), KeyboardInterrupt()])
+def test_what_a_users_callback_raises_is_the_users(place, prompts, error):
+    """The stream ends there, though its traceback be kept, and the next batch knows nothing of it."""
+    runner, free = place.open(), SamplingParams(NEW)
+    expected = [answer.tokens for answer in runner.generate(prompts, free)]
+
+    def fail(answers):
+        raise error
+
+    with pytest.raises(type(error)) as kept:
+        runner.generate(prompts, free, fail)
+    assert kept.value is error
+    seen = []
+    assert [answer.tokens for answer in runner.generate(prompts, free, seen.append)] == expected == seen[-1]
+
+
+@pytest.mark.parametrize("place_of_it", ["open", "setup", "run"])
+def test_a_gpu_without_room_is_told(place, prompts, monkeypatch, place_of_it):
+    def full(*given, **named):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    if place_of_it == "open":
+        monkeypatch.setattr(Projections, "load", full)
+        with pytest.raises(InputError, match="The GPU has no room for the engine in .*Free its memory"):
+            place.open()
+        return
+    runner = place.open()
+    owner, name = (runner.session, "setup") if place_of_it == "setup" else (runner.session.runtime, "_run")
+    monkeypatch.setattr(owner, name, full)
+    with pytest.raises(InputError, match="The GPU has no room for .*KV cache"):
+        runner.generate(prompts, SamplingParams(NEW))
+
+
+def test_an_answer_of_one_token_is_reported_with_what_its_prompt_holds(place, prompts):
+    """The stock session prepares no step after its last."""
+    runner = place.open()
+    traits = runner.built.traits
+    for answer, prompt in zip(runner.generate(prompts, SamplingParams(1)), prompts, strict=True):
+        assert len(answer.tokens) == 1
+        for event in answer.events:
+            assert event.entries_before == event.entries_after == len(prompt) * traits.layers * traits.kv_heads
+            assert event.bytes_before == event.bytes_after > 0 and "the answer has one token" in event.note
+
+
+def test_prompts_may_be_tensors_and_must_be_token_ids(place, prompts):
+    runner, few = place.open(), SamplingParams(2)
+    expected = [answer.tokens for answer in runner.generate(prompts, few)]
+    for kind in (torch.tensor, np.array, tuple):
+        assert [answer.tokens for answer in runner.generate([kind(each) for each in prompts], few)] == expected
+    for strange in ([5, 6], ["abc"], [[5.0, 6.0]], [[True, False]], [torch.tensor([5.5])]):
+        with pytest.raises(InputError, match="expected the ids of its tokens"):
+            runner.generate(strange, few)
 
 
 def test_only_what_the_contract_knows_of_1_x_is_used(place, prompts):
@@ -248,9 +304,9 @@ def stock_engine(folder: Path) -> None:
     ("damage", "words"),
     [
         (without_projections, "lacks rank0_bpkv_projections.safetensors: copy all files"),
-        (damaged_projections, "output projections cannot be read from .*; build the engine again from a checkpoint"),
+        (damaged_projections, "its bpkv_config.json was written for: rank0_bpkv_projections.safetensors changed since"),
         (without_kernels, "lacks bpkv_kernels.bundle: copy all files"),
-        (damaged_kernels, "compiled kernels .* are damaged: bytes are missing or changed; build the engine again"),
+        (damaged_kernels, "its bpkv_config.json was written for: bpkv_kernels.bundle changed since"),
         (edited_sidecar, "was edited or is damaged: its checksum does not fit"),
         (without_sidecar, "was built with BP-KV, and its bpkv_config.json is missing"),
         (stock_engine, "was built without BP-KV: it has no bpkv_config.json. To compact, build"),

@@ -181,6 +181,16 @@ def test_a_prompt_longer_than_the_engine_takes(place, prompt, capsys):
     assert "and the engine was built for at most 400. Nothing was run." in message
 
 
+def test_the_report_overwrites_no_part_of_the_engine(place, prompt, capsys):
+    for name in ("bpkv_config.json", "config.json"):
+        path = place.folder / name
+        before = path.read_bytes()
+        for command in (["doctor"], ["generate", "--tokenizer", LLAMA, "--prompt-file", prompt]):
+            assert main([*map(str, command), "--engine-dir", str(place.folder), "--json", str(path)]) == 2
+            assert "is no document of bpkv, so it is left as it is" in capsys.readouterr().err
+        assert path.read_bytes() == before
+
+
 def test_which_options_go_together(place, prompt, capsys):
     assert "--tokenizer is not given, and an engine has none" in refused(capsys, prompt, "--engine-dir", place.folder)
     for flag, *value in (("--tokenizer", LLAMA), ("--plugin-lib", place.library), ("--bounded-cache",)):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bpkv_trt.errors import PoolExhausted
+from bpkv_trt.errors import BpkvError, PoolExhausted
 from bpkv_trt.runtime.engine import Engine, make_pool
 from bpkv_trt.runtime.generator import Generator
 from bpkv_trt.runtime.sampling import SamplingParams
@@ -137,6 +137,19 @@ def test_a_stream_gives_every_step_and_then_what_was_compacted(place):
     few.close()
     assert [own[0].regime for own in streamed.events] == ["prefill"] * 3
     assert torch.equal(place.decode(streamed, PROMPTS, NEW), final)  # nothing is left of it
+
+
+def test_a_stream_ends_with_its_own_batch(place):
+    session = open_session(place)
+    expected = place.decode(session, PROMPTS, NEW)
+    first = place.decode(session, PROMPTS[:1], NEW, streaming=True)
+    next(first)
+    second = place.decode(session, PROMPTS, NEW, streaming=True)
+    next(second)
+    with pytest.raises(BpkvError, match="This stream's batch has ended, since its session began another"):
+        next(first)
+    *_, last = second
+    assert torch.equal(last, expected)
 
 
 def test_stop_words_are_found_by_logical_length(place):
