@@ -16,7 +16,7 @@ server=${TRITONSERVER:-tritonserver}
 host=${BPKV_HOST:-127.0.0.1}
 key=${BPKV_ADMIN_KEY:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')} # nobody knows it where none was given
 closed=model-repository,shared-memory,statistics,trace,logging
-prefix=bpkv$$_ # of the shared memory, removed at the end: a server that is killed leaves its own behind
+prefix=bpkv$$_ # of the shared memory
 
 fail() {
   echo "launch.sh: $1" >&2
@@ -46,14 +46,27 @@ fi
   --backend-config="python,shm-region-prefix-name=$prefix" \
   "${limits[@]}" "$@" &
 pid=$!
+model= # its process, once it is there
 trap 'kill -TERM "$pid" 2> /dev/null || true' TERM INT
-trap 'rm -f "/dev/shm/$prefix"*' EXIT
+trap clean_up EXIT
+
+# What a server that did not end by itself leaves behind: a model that hangs, and shared memory.
+clean_up() {
+  if [ -n "$model" ] && is_model "$model"; then
+    kill -KILL "$model" 2> /dev/null || true
+  fi
+  rm -f "/dev/shm/$prefix"*
+}
+
+is_model() {
+  grep -qs triton_python_b "/proc/$1/comm"
+}
 
 # The model's process: the server's child that runs the stub of its Python backend.
 model_process() {
   local child
   for child in $(cat "/proc/$pid/task/"*/children 2> /dev/null); do
-    if grep -q triton_python_b "/proc/$child/comm" 2> /dev/null; then
+    if is_model "$child"; then
       echo "$child"
       return
     fi
@@ -65,7 +78,6 @@ runs() {
   [ -r "/proc/$1/stat" ] && ! grep -qs '^State:[[:space:]]*Z' "/proc/$1/status"
 }
 
-model=
 alone=0 # seconds that the server has been without its model; one that ends is so for a moment
 code=
 while runs "$pid" && [ "$alone" -lt 5 ]; do

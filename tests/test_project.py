@@ -6,6 +6,7 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -28,6 +29,13 @@ def test_the_light_core_works_alone(tmp_path: Path) -> None:
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, ROOT)
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl")
+    template = ROOT / "runtime" / "model_repository"
+    shipped = {f"bpkv_trt/model_repository_template/{path}" for path in ("bpkv/config.pbtxt", "bpkv/1/model.py")}
+    with ZipFile(wheel) as packed:
+        found = {name: packed.read(name) for name in packed.namelist() if "model_repository_template" in name}
+    assert found.keys() == shipped
+    for name, content in found.items():
+        assert content == (template / name.removeprefix("bpkv_trt/model_repository_template/")).read_bytes()
     venv.create(tmp_path / "venv", with_pip=True)
     binaries = tmp_path / "venv" / "bin"
     run(binaries / "python", "-m", "pip", "install", "-qq", wheel)
