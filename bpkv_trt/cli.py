@@ -28,6 +28,7 @@ try:
         file_path,
         importing,
     )
+    from bpkv_trt.profile_command import add_profile
     from bpkv_trt.progress import progress_on
     from bpkv_trt.request import GenerateRequest, read_prompt
     from bpkv_trt.summary import print_generate, print_layer_table
@@ -44,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     add_compare(commands.add_parser("compare", help="measure policies side by side on the same samples"))
     table = "measure how sensitive a model's layers are, for --layer-table"
     _add_layer_table(commands.add_parser("layer-table", help=table))
+    add_profile(commands.add_parser("profile", help="where time goes: run a latency profile, report on a trace"))
     doctor = commands.add_parser("doctor", help="what of this machine can be used, and what to do about the rest")
     doctor.add_argument("--json", type=file_path, metavar="OUT", help="also write the findings there")
     doctor.add_argument("--engine-dir", type=file_path, metavar="DIR", help="also look at the engine in this folder")

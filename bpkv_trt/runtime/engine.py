@@ -52,6 +52,7 @@ class Engine:
         if table is not None:
             table.check(traits.layers, traits.kv_heads, config.scope)
         self.trace = trace or Trace()
+        self.trace.cache_bytes = lambda: pool.live_pages * pool.page_bytes
         self.host = TorchHost(loaded, pool, replayed=max(replayed, config.replayed_positions))
         rules = (policy.running_attention, *rules)
         encoder, tokenizer = (loaded.encoder, loaded.tokenizer) if isinstance(loaded, LoadedModel) else (None, None)
