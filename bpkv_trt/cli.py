@@ -67,6 +67,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--allow-extrapolation", action="store_true", help="run past the positions the model knows")
     run.add_argument("--verify", action="store_true", help="also run the full cache and report future KL and agreement")
     run.add_argument("--json", type=file_path, metavar="OUT", help="write the whole report there")
+    run.add_argument(
+        "--trace", type=file_path, metavar="OUT", help="write when every range ran (Chrome's trace format)"
+    )
     add_config_options(parser.add_argument_group("what to keep"))
     parser.set_defaults(run=_generate)
 
@@ -92,10 +95,16 @@ def _generate(options: argparse.Namespace) -> None:
         allow_extrapolation=options.allow_extrapolation,
         memory_limit=options.memory_limit and parse_bytes(options.memory_limit, "--memory-limit"),
         verify=options.verify,
+        trace=options.trace,
     )
+    inputs = [("--prompt-file", options.prompt_file), ("--config", options.config)]
+    inputs.append(("--layer-table", request.config.layer_table))
     if options.json is not None:
-        inputs = [("--prompt-file", options.prompt_file), ("--config", options.config)]
-        check_destination(options.json, [*inputs, ("--layer-table", request.config.layer_table)])
+        check_destination(options.json, inputs)
+    if options.trace is not None:
+        check_destination(options.trace, inputs, flag="--trace")
+        if options.json is not None and options.trace.resolve() == options.json.resolve():
+            raise InputError(f"--trace and --json are both {options.json}; give them different names.")
     with importing("generate"):
         from bpkv_trt.generate import run_generate
         from bpkv_trt.policies.registry import refuse_idle, settled

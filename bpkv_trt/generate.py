@@ -18,6 +18,7 @@ from bpkv_trt.runtime.engine import Engine
 from bpkv_trt.runtime.fitted_engine import fitted_engine
 from bpkv_trt.runtime.generator import Generator, Request
 from bpkv_trt.runtime.sampling import SamplingParams
+from bpkv_trt.trace_file import traced
 
 Turns = Sequence[Sequence[int]]
 
@@ -29,7 +30,11 @@ def run_generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]
     """
     _check_regime(request)
     device = device_of(request.device)
-    trace = Trace(synchronize=torch.cuda.synchronize if device == "cuda" else None)
+    with traced(request.trace, torch.cuda.synchronize if device == "cuda" else None) as trace:
+        return _run(request, progress, trace, device)
+
+
+def _run(request: GenerateRequest, progress: Progress, trace: Trace, device: str) -> dict[str, Any]:
     sampling = SamplingParams(request.max_new_tokens, request.temperature, request.top_p, request.config.seed)
     progress.stage("load")
     with trace.range("load"):

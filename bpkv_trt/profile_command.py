@@ -92,14 +92,17 @@ def _run_here(profile: Profile, folder: ResultsFolder) -> None:
 
 def _run_under_nsys(commands: list[list[str]], folder: ResultsFolder) -> None:
     folder.path.mkdir(exist_ok=True)
-    for command in commands:
-        # Its own words go to a file; those of the command that it runs, and its progress, to the terminal.
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, errors="replace")
-        if done.returncode != 0:
+    for command, errors, made in zip(
+        commands, (None, subprocess.STDOUT), (folder.nsys_report, folder.nsys_database), strict=True
+    ):
+        # What the session says of its progress, and of what it refuses, goes to the terminal.
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace")
+        if done.returncode != 0 or not made.exists():
             folder.write(folder.nsys_log, done.stdout)
+            left = "with" if made.exists() else "without"
             raise BpkvError(
-                f"`{shlex.join(command)}` ended with status {done.returncode}; what it said is in {folder.nsys_log}. "
-                "Mend that and give --output another name, or give --tracer builtin."
+                f"`{shlex.join(command)}` ended with status {done.returncode} {left} the file {made.name}; what it said is in "
+                f"{folder.nsys_log}. Mend that (a capture range may never have begun) and give --output another name, or give --tracer builtin."
             )
 
 

@@ -28,6 +28,7 @@ class GenerateRequest:
     allow_extrapolation: bool = False  # positions past those the model was trained on
     memory_limit: int | None = None  # bytes; None: what the machine has free
     verify: bool = False
+    trace: Path | None = None  # where to write what the run's trace recorded
 
 
 def read_prompt(path: Path, what: str = "prompt file", flag: str = "--prompt-file") -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from bpkv_trt.errors import InputError
 from bpkv_trt.input_file import read_file
-from bpkv_trt.latency.recording import Recording, Span, Track
+from bpkv_trt.latency.recording import NoRanges, Recording, Span, Track
 from bpkv_trt.profiling import MemorySample
 
 LARGEST_TRACE = 1 << 30  # bytes
@@ -41,7 +41,7 @@ def read_chrome(path: Path, domain: str) -> Recording:
         others = (
             f"it has those of {', '.join(found)[:200]}, so another tool wrote it" if found else "it has none at all"
         )
-        raise InputError(
+        raise NoRanges(
             f"The trace {path} has no ranges of {domain}: {others}. Record one with `bpkv generate --trace` or `bpkv "
             "profile run`."
         )

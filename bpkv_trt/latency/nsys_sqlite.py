@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bpkv_trt.errors import InputError
-from bpkv_trt.latency.recording import Kernel, Recording, Span, Track
+from bpkv_trt.latency.recording import Kernel, NoRanges, Recording, Span, Track
 
 PUSH_POP, DOMAIN_CREATED = 59, 75  # values of eventType
 PROCESS = ~0xFFFFFF  # of a globalTid; the lower bits are the thread's number
@@ -38,7 +38,7 @@ def _read(path: Path, database: sqlite3.Connection, domain: str) -> Recording:
     made_by = _version(database, tables)
     spans, unfinished = _spans(database, domain) if "NVTX_EVENTS" in tables else ([], 0)
     if not spans:
-        raise InputError(
+        raise NoRanges(
             f"The export {path} ({made_by}) has no finished NVTX ranges of the domain {domain}. Record with `--trace "
             "nvtx`; Nsight Systems 2022.4 sees Python's ranges only with `pip install nvtx==0.2.11`."
         )

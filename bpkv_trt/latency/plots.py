@@ -28,7 +28,7 @@ def draw_report(report: Report, directory: Path) -> list[Path]:
 def _figures(report: Report) -> Iterator[tuple[str, Figure]]:
     if len(report.document["budgets"]) > 1:
         yield "latency_against_budget", latency_against_budget(report.document["budgets"])
-    yield "timeline", timeline(report.recording)
+    yield "timeline", timeline(report.timed)
 
 
 def latency_against_budget(rows: Sequence[dict[str, Any]]) -> Figure:
@@ -47,7 +47,7 @@ def latency_against_budget(rows: Sequence[dict[str, Any]]) -> Figure:
     panels[-1].set(title="cache", ylabel="MiB")
     panels[-1].legend(frameon=False, fontsize=8)
     for ax in panels:
-        ax.set(xlabel="entries kept", ylim=(0, None))
+        ax.set(xlabel="entries kept", ylim=(0, 1.08 * max(ax.dataLim.ymax, 1e-9)))
         ax.xaxis.set_major_formatter(PercentFormatter(1))
         ax.grid(alpha=0.3, linewidth=0.5)
     return figure
@@ -61,9 +61,7 @@ def timeline(recording: Recording) -> Figure:
     figure = Figure(figsize=(9, 1.2 + 0.3 * len(names) + 2 * with_memory), layout="constrained")
     if with_memory:
         above, ax = figure.subplots(2, 1, sharex=True, height_ratios=(2, 0.3 * len(names) + 0.4))
-        # Ranges and memory of a folder are of two clocks, both of which begin with the session.
-        first = recording.memory[0].time_ns
-        times = [(sample.time_ns - first) / MS / 1e3 for sample in recording.memory]
+        times = [(sample.time_ns - origin) / MS / 1e3 for sample in recording.memory]
         above.step(times, [sample.size / MIB for sample in recording.memory], where="post", color=COLOURS[0])
         above.set(ylabel="cache (MiB)", ylim=(0, None))
         above.grid(alpha=0.3, linewidth=0.5)

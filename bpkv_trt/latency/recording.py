@@ -3,7 +3,12 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from bpkv_trt.errors import InputError
 from bpkv_trt.profiling import MemorySample
+
+
+class NoRanges(InputError):
+    """A recording that can be read, without a range of the domain that was asked for."""
 
 
 class Track(NamedTuple):

@@ -1,6 +1,6 @@
 """What `bpkv profile report` says of a trace, an export or a results folder."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from bpkv_trt.errors import InputError
 from bpkv_trt.latency.budget_table import budget_rows
 from bpkv_trt.latency.nesting import Nesting
 from bpkv_trt.latency.range_table import kernel_rows, range_rows
-from bpkv_trt.latency.recording import Recording
+from bpkv_trt.latency.recording import NoRanges, Recording
 from bpkv_trt.latency.recording_file import read_recording
 from bpkv_trt.latency.results_folder import ResultsFolder
 from bpkv_trt.text_table import aligned
@@ -48,10 +48,10 @@ BUDGETS = {
 
 @dataclass(frozen=True)
 class Report:
-    """`document` is what --json writes; pictures need the recording too."""
+    """`document` is what --json writes; `timed` is what is drawn over time, ranges and memory by one clock."""
 
     document: dict[str, Any]
-    recording: Recording
+    timed: Recording
 
     def lines(self) -> list[str]:
         """The tables as text."""
@@ -76,7 +76,11 @@ def _shown(value: Any, unit: float, form: str) -> str:
 
 def report_on(path: Path, domain: str) -> Report:
     """Read what is at `path`; raises InputError where it is nothing that can be reported on."""
-    recording, runs = _folder(ResultsFolder(path), domain) if path.is_dir() else (read_recording(path, domain), [])
+    if path.is_dir():
+        timed, runs, recording = _folder(ResultsFolder(path), domain)
+    else:
+        timed, runs = read_recording(path, domain), []
+        recording = timed
     nesting = Nesting(recording.spans)
     document = {
         "schema_version": SCHEMA_VERSION,
@@ -88,13 +92,14 @@ def report_on(path: Path, domain: str) -> Report:
         "budgets": budget_rows(runs),
         "ranges": range_rows(nesting, recording.kernels),
         "kernels": kernel_rows(nesting, recording.kernels),
-        "memory": _memory(recording),
+        "memory": _memory(timed),
         "notes": recording.notes,
     }
-    return Report(document, recording)
+    return Report(document, timed)
 
 
-def _folder(folder: ResultsFolder, domain: str) -> tuple[Recording, list[Row]]:
+def _folder(folder: ResultsFolder, domain: str) -> tuple[Recording, list[Row], Recording]:
+    """The session's own trace, its runs, and what the tables are made from: what Nsight Systems saw, if it did."""
     if not folder.trace.exists() or not folder.runs.exists():
         raise InputError(
             f"The folder {folder.path} holds no results of `bpkv profile run` ({folder.trace.name} and "
@@ -102,9 +107,12 @@ def _folder(folder: ResultsFolder, domain: str) -> tuple[Recording, list[Row]]:
         )
     own, runs = read_recording(folder.trace, domain), folder.read_runs()
     if not folder.nsys_database.exists():
-        return own, runs
-    by_nsys = read_recording(folder.nsys_database, domain)
-    return Recording(by_nsys.made_by, by_nsys.spans, by_nsys.kernels, own.memory, by_nsys.notes), runs
+        return own, runs, own
+    try:
+        by_nsys = read_recording(folder.nsys_database, domain)
+    except NoRanges as problem:
+        return own, runs, replace(own, notes=[*own.notes, f"these are times of bpkv's own trace: {problem}"])
+    return own, runs, replace(by_nsys, notes=[*by_nsys.notes, "ranges are those that nsys saw, of the warm-up too"])
 
 
 def _memory(recording: Recording) -> Row | None:
