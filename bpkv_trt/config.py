@@ -254,11 +254,16 @@ class BpkvConfig(BaseModel):
     @classmethod
     def from_yaml(cls, path: Path | str, **overrides: Any) -> "BpkvConfig":
         """Read options from a YAML mapping; `overrides` win over the file. Raises ConfigError."""
-        options = yaml_mapping(Path(path), "configuration", "--config", "budget: 0.2")
+        options = cls.options_in(path)
         try:
             return cls(**{**options, **overrides})
         except ConfigError as error:
             raise ConfigError(f"In the configuration {path}: {error}") from None
+
+    @staticmethod
+    def options_in(path: Path | str) -> dict[str, Any]:
+        """The options of a YAML mapping by name, yet to be validated. Raises ConfigError where it is none."""
+        return yaml_mapping(Path(path), "configuration", "--config", "budget: 0.2")
 
     def to_yaml(self) -> str:
         """YAML that `from_yaml` reads back to an equal configuration: the options that were given.

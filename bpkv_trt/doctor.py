@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -207,31 +208,46 @@ def _plugin_library() -> Finding:
 
 
 def engine_finding(folder: Path) -> Finding:
-    """Whether the engine is the one that its sidecar tells of, and goes with the plugin library and TensorRT here."""
+    """Whether the engine is the one that its sidecar tells of, and goes with the plugin library, TensorRT, TensorRT-LLM
+    and the GPU here."""
     name = "engine"
     try:
         from bpkv_trt.trtllm.plugin_library import PluginLibrary
         from bpkv_trt.trtllm.sidecar import EngineSidecar
 
-        sidecar = EngineSidecar.read(folder)
-        sidecar.check_library(PluginLibrary.find())
+        sidecar, library, present = EngineSidecar.read(folder), PluginLibrary.find(), _engine_versions()
+        sidecar.check_library(library)
+        sidecar.check_versions(present)
+        library.check_tensorrt(present.get("tensorrt", library.sidecar.tensorrt))
+        capability = _compute_capability()
+        if capability is not None:
+            sidecar.settings.check_gpu(capability)
     except ImportError as error:
         return Finding(name, "broken", f"cannot be looked at without {error.name}", "pip install 'bpkv-trt[kernels]'")
     except BpkvError as error:
         return Finding(name, "broken", str(error))
-    differing = []
+    kernels = f"kernels for {', '.join(sidecar.settings.targets)}"
+    gpu = "and no GPU here that could run them" if capability is None else "which the GPU here runs"
+    return Finding(name, "ok", f"{folder}, {kernels}, {gpu}")
+
+
+def _engine_versions() -> dict[str, str]:
+    """Of the packages that engines are bound to, where they are installed."""
+    present = {}
     for package in ("tensorrt", "tensorrt_llm"):
-        built = sidecar.versions.get(package)
-        try:
-            if built is not None and version(package) != built:
-                differing.append(f"{package} {built}, here {version(package)}")
-        except PackageNotFoundError:
-            differing.append(f"{package} {built}, and here is none")
-    if differing:
-        return Finding(
-            name, "broken", f"built with {'; '.join(differing)}", "run it where it was built, or build it again"
-        )
-    return Finding(name, "ok", f"{folder}, kernels for {', '.join(sidecar.settings.targets)}")
+        with suppress(PackageNotFoundError):
+            present[package] = version(package)
+    return present
+
+
+def _compute_capability() -> tuple[int, int] | None:
+    """Of the first GPU; None where PyTorch sees none."""
+    if find_spec("torch") is None:
+        return None
+    snippet = "import torch; print(*torch.cuda.get_device_capability(0))"
+    finding = _probe("compute capability", "", sys.executable, "-c", snippet)
+    numbers = finding.detail.split()
+    return (int(numbers[0]), int(numbers[1])) if finding.status == "ok" else None
 
 
 def _build_tools() -> Finding:

@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -161,6 +161,15 @@ def check_directory(path: Path) -> None:
         raise InputError(
             f"The directory {place} cannot be written to ({error.strerror}); choose another one."
         ) from None
+
+
+def deliver(show: Callable[[], None], path: Path | None, content: dict[str, Any]) -> None:
+    """Neither a full disk loses what is printed, nor a reader of our output that has gone what is written."""
+    try:
+        show()
+    finally:
+        if path is not None:
+            write_json(path, content)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bpkv_trt.documents import SCHEMA_VERSION, check_destination, check_directory, library_versions, machine, write_json
+from bpkv_trt.documents import SCHEMA_VERSION, check_destination, check_directory, deliver, library_versions, machine
 from bpkv_trt.errors import BpkvError
 from bpkv_trt.evaluation.provenance import commit
 from bpkv_trt.latency.nsys_command import Nsys, exporting, recorded_command, recording
@@ -101,8 +101,9 @@ def _run_under_nsys(commands: list[list[str]], folder: ResultsFolder) -> None:
             folder.write(folder.nsys_log, done.stdout)
             left = "with" if made.exists() else "without"
             raise BpkvError(
-                f"`{shlex.join(command)}` ended with status {done.returncode} {left} the file {made.name}; what it said is in "
-                f"{folder.nsys_log}. Mend that (a capture range may never have begun) and give --output another name, or give --tracer builtin."
+                f"`{shlex.join(command)}` ended with status {done.returncode} {left} the file {made.name}; what it "
+                f"said is in {folder.nsys_log}. Mend that (a capture range may never have begun) and give --output "
+                "another name, or give --tracer builtin."
             )
 
 
@@ -119,11 +120,7 @@ def _report(options: argparse.Namespace) -> None:
             from bpkv_trt.latency.plots import draw_report
         check_directory(options.plot)
     report = report_on(options.path, options.domain)
-    try:
-        _print(report)
-    finally:
-        if options.json is not None:
-            write_json(options.json, report.document)
+    deliver(lambda: _print(report), options.json, report.document)
     for picture in draw_report(report, options.plot) if options.plot is not None else ():
         Console().out(f"drawn: {picture}", highlight=False)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.running_attention import RunningAttention
 from bpkv_trt.models.loading import HostedModel, LoadedModel
-from bpkv_trt.models.stop_tokens import stop_tokens
+from bpkv_trt.models.stop_tokens import stop_tokens_of
 from bpkv_trt.policies.base import Requirement
 from bpkv_trt.policies.registry import make_policy, settled
 from bpkv_trt.pool.pool import PagedKvPool
@@ -56,7 +56,7 @@ class Engine:
         self.host = TorchHost(loaded, pool, replayed=max(replayed, config.replayed_positions))
         rules = (policy.running_attention, *rules)
         encoder, tokenizer = (loaded.encoder, loaded.tokenizer) if isinstance(loaded, LoadedModel) else (None, None)
-        ends = stop_tokens(loaded.model, tokenizer)
+        ends = stop_tokens_of(loaded.model, tokenizer)
         given = self.host, config, policy.requires | observed, rules, encoder, ends
         self.statistics = TorchStatistics(*given) if memory is None else RememberedStatistics(memory, *given)
         self.compactor = Compactor(config, policy, traits, pool, self.statistics, table, self.trace)

@@ -48,6 +48,7 @@ class SessionBatch:
         grown = [count - held for count, held in zip(rows, self.rows, strict=True)]
         for index, sequence in enumerate(self.sequences):
             self.pool.extend(sequence, grown[index])  # one that has ended writes its last row again
+            self.pool.trim(sequence)
             if grown[index] and self._scored.counts[index]:
                 self.statistics.note(sequence, outputs, index, self._scored.span(index))
         hook = self.compactor.on_context_step_end if first else self.compactor.on_generation_step_end

@@ -10,8 +10,14 @@ from bpkv_trt.trtllm.built_engine import EngineLimits
 BEAMS = "beams share the blocks of their prompt, and each would evict from the others'"
 
 
-def refuse_model(model_config: Any, mapping: Any) -> None:
+def refuse_model(model_config: Any, mapping: Any, cuda_graph_mode: bool) -> None:
     """model_config: TensorRT-LLM's ModelConfig; mapping: its Mapping. Raises ConfigError for what is not compacted."""
+    if cuda_graph_mode:
+        raise _refusal(
+            "cuda_graph_mode is on",
+            "a graph holds the lengths and blocks of the step that it was captured in",
+            "Leave it off",
+        )
     if mapping.world_size > 1:
         raise _refusal(
             f"world_size is {mapping.world_size}",

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import BpkvError, ConfigError, InputError, quoted
 from bpkv_trt.input_file import read_file
+from bpkv_trt.kernels.target import Capability, choose_target
 
 VARIABLE = "BPKV_BUILD_CONFIG"  # names the file of settings to the processes of one build
 SCHEMA_VERSION: Literal[1] = 1
@@ -135,7 +136,7 @@ class EngineSettings(BaseModel):
         Raises ConfigError for what an engine cannot have, and for more than was compiled into this one.
         """
         config = _possible(self.config.replace(**options))
-        for name in ("top_k", "page_size"):
+        for name in ("preset", "top_k", "page_size"):
             if (value := getattr(config, name)) != (built := getattr(self.config, name)):
                 raise ConfigError(
                     f"{name} is {value}, and the engine was built for {built}: leave it out, or build another engine."
@@ -152,3 +153,12 @@ class EngineSettings(BaseModel):
                 "another engine."
             )
         return config
+
+    def check_gpu(self, capability: Capability) -> None:
+        """Raises ConfigError where the engine carries no kernels that a GPU of this compute capability runs."""
+        if choose_target(self.targets, capability) is None:
+            major, minor = capability
+            raise ConfigError(
+                f"The engine has scoring kernels for {', '.join(self.targets)}, and the GPU, of compute capability "
+                f"{major}.{minor}, runs none of them: use another GPU, or build the engine with --bpkv_targets for it."
+            )

@@ -94,6 +94,19 @@ class EngineSidecar:
             )
         return cls(settings, content["versions"])
 
+    def check_versions(self, present: Mapping[str, str]) -> None:
+        """present: versions of `tensorrt` and `tensorrt_llm` here. Raises ConfigError where others built the engine."""
+        differing = [
+            f"{name} {built}, and here is {present.get(name, 'none')}"
+            for name in ("tensorrt", "tensorrt_llm")
+            if (built := self.versions.get(name)) is not None and built != present.get(name)
+        ]
+        if differing:
+            raise ConfigError(
+                f"The engine was built with {'; '.join(differing)}: TensorRT loads engines of its own version alone. "
+                "Run it where it was built, or build it again."
+            )
+
     def check_library(self, library: PluginLibrary) -> None:
         """Raises ConfigError for another plugin library than the one that the engine was built with."""
         built, found = self.settings.plugin_sha256, library.sidecar.sha256

@@ -41,6 +41,12 @@ def test_an_engine_that_cannot_be_compacted(place, changes, words):
         importlib.import_module(FRESH[0]).BpkvSession(config, BUFFER, mapping, built_engine(place))
 
 
+def test_cuda_graphs(place):
+    with pytest.raises(ConfigError, match="cuda_graph_mode is on, and a graph holds the lengths"):
+        stock = place.session(lambda *given, **named: (given, named))[0]
+        importlib.import_module(FRESH[0]).BpkvSession(*stock, built_engine(place), cuda_graph_mode=True)
+
+
 SETUPS = {
     "beams": ({"beam_width": 2}, "beam_width is 2.*Give 1"),
     "window": ({"max_attention_window_size": 9}, "max_attention_window_size is 9 and a sequence may have 12.*Give 12"),

@@ -199,8 +199,20 @@ def test_the_doctor_tells_whether_an_engine_goes_with_what_is_here(
     EngineSidecar.write(save_engine(engine, settings.document()), settings, VERSIONS)
     monkeypatch.setattr(doctor, "version", {"tensorrt": "10.14.1", "tensorrt_llm": "1.1.0"}.get)
     finding = engine_finding(engine)
-    assert finding.status == "broken" and finding.detail == "built with tensorrt_llm 1.2.1, here 1.1.0"
+    assert finding.status == "broken" and "built with tensorrt_llm 1.2.1, and here is 1.1.0" in finding.detail
     monkeypatch.setattr(doctor, "version", VERSIONS.get)
+    for capability, status, words in (
+        (None, "ok", "kernels for 90a, and no GPU here"),
+        ((9, 0), "ok", "kernels for 90a, which the GPU here runs"),
+        ((10, 0), "broken", "kernels for 90a, and the GPU, of compute capability 10.0, runs none of them"),
+    ):
+        monkeypatch.setattr(doctor, "_compute_capability", lambda capability=capability: capability)
+        finding = engine_finding(engine)
+        assert finding.status == status and words in finding.detail
+    built = {**VERSIONS, "tensorrt": "11.0.0"}
+    EngineSidecar.write(engine, settings, built)
+    monkeypatch.setattr(doctor, "version", built.get)
     finding = engine_finding(engine)
-    assert finding.status == "ok" and "kernels for 90a" in finding.detail
+    assert finding.status == "broken"
+    assert "was built for TensorRT 10.14.1, and 11.0.0 is installed" in finding.detail
     assert "does not exist" in engine_finding(tmp_path / "nothing").detail
