@@ -21,10 +21,21 @@ EXPORT = "export the report again with `nsys export --type sqlite`"
 def read_nsys(path: Path, domain: str) -> Recording:
     """The push/pop ranges of an NVTX domain, and all kernels. Raises InputError for what is no such export."""
     try:
+        _require_whole(path)
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
             return _read(path, database, domain)
     except (sqlite3.DatabaseError, OverflowError, TypeError, ValueError) as error:
         raise InputError(f"The SQLite file {path} is cut off or damaged ({error}); {EXPORT}.") from None
+
+
+def _require_whole(path: Path) -> None:
+    """Raise ValueError where a file has fewer pages than its header says: of what is missing SQLite may not notice."""
+    with path.open("rb") as file:
+        header = file.read(100)
+    page, pages = int.from_bytes(header[16:18], "big"), int.from_bytes(header[28:32], "big")
+    whole = (65536 if page == 1 else page) * pages
+    if len(header) < 100 or path.stat().st_size < whole:
+        raise ValueError(f"it has {path.stat().st_size} of {whole} bytes")
 
 
 def _read(path: Path, database: sqlite3.Connection, domain: str) -> Recording:
