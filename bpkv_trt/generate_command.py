@@ -35,7 +35,7 @@ NOT_OF_ENGINES = {
     "verify": "an engine's session holds one cache, so there is no full one to compare with",
 }
 # Options of an engine that are for nothing else.
-OF_ENGINES = ("tokenizer", "plugin_lib")
+OF_ENGINES = ("tokenizer", "plugin_lib", "bounded_cache")
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +45,12 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--engine-dir", type=file_path, metavar="E", help="or an engine of TensorRT-LLM with BP-KV in it")
     run.add_argument("--tokenizer", metavar="T", help="of the engine's model: Hugging Face directory or id")
     run.add_argument("--plugin-lib", type=file_path, metavar="L", help="the engine's plugin library, if not found")
+    run.add_argument(
+        "--bounded-cache",
+        action="store_const",
+        const=True,
+        help="of an engine: memory for what compactions leave, and not for every token of prompt and answer",
+    )
     run.add_argument("--prompt-file", required=True, type=file_path, metavar="F", help="UTF-8 text")
     run.add_argument("--question", metavar="Q", help="put after the prompt, before compaction")
     run.add_argument("--question-after", metavar="Q", help="asked of the compacted cache")
@@ -115,6 +121,7 @@ def _on_engine(options: argparse.Namespace, parser: argparse.ArgumentParser) -> 
         engine=options.engine_dir,
         tokenizer=options.tokenizer,
         plugin_lib=options.plugin_lib,
+        bounded=options.bounded_cache is not None,
         options=given_options(options),
     )
     _check_destination(options, {"plugin_lib": options.plugin_lib})

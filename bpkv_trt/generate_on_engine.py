@@ -31,7 +31,7 @@ def _run(request: EngineRequest, progress: Progress, trace: Trace) -> tuple[Bpkv
     with trace.range("load"):
         words = load_tokenizer(request.tokenizer)
         (prompt,) = words.encoder.encode(request.prompt, request.question, raw=request.raw)
-        runner = EngineRunner.open(request.engine, request.plugin_lib, request.options, trace)
+        runner = EngineRunner.open(request.engine, request.plugin_lib, request.options, trace, request.bounded)
     _check_positions(request, len(prompt), runner.built.traits.max_positions)
     sampling = sampling.stopping_at(words.stop_tokens(runner.built.traits.vocabulary)).seeded(runner.config.seed)
     progress.stage("prefill and decode", request.max_new_tokens)

@@ -46,6 +46,7 @@ class EngineRequest(PromptRequest):
     engine: Path  # its folder
     tokenizer: str  # named as a model is
     plugin_lib: Path | None = None  # None: where the plugin's library is looked for
+    bounded: bool = False  # memory for what compactions leave alone
     options: Mapping[str, Any] = field(default_factory=dict)  # of BpkvConfig, those that are not as the engine has them
 
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from bpkv_trt.config import BpkvConfig
-from bpkv_trt.errors import BpkvError, ConfigError, InputError
+from bpkv_trt.errors import BpkvError, InputError
 from bpkv_trt.models.failure import told
 from bpkv_trt.policies.registry import refuse_idle
 from bpkv_trt.profiling import Trace
@@ -54,10 +54,12 @@ class EngineRunner:
         plugin_lib: Path | None = None,
         options: Mapping[str, Any] | None = None,
         trace: Trace | None = None,
+        bounded: bool = False,
     ) -> "EngineRunner":
         """Check that folder, plugin library, TensorRT-LLM and GPU belong together, then load the engine.
 
         plugin_lib: by default as `PluginLibrary.find` looks for it. options: of BpkvConfig, in place of the engine's.
+        bounded: the cache is as large as compactions leave it (`BpkvSession`).
         Raises BpkvError, of the kind that fits, before anything is loaded.
         """
         sidecar = EngineSidecar.read(folder)  # what takes no time first: importing TensorRT-LLM may take a minute
@@ -72,10 +74,12 @@ class EngineRunner:
         sidecar.check_versions({"tensorrt": tensorrt.__version__, "tensorrt_llm": stock.version})
         built = BuiltEngine.open(folder, library, device)
         library.register(tensorrt)  # TensorRT asks for it when it loads the engine
-        return cls._load(folder, built, config, trace)
+        return cls._load(folder, built, config, trace, bounded)
 
     @classmethod
-    def _load(cls, folder: Path, built: BuiltEngine, config: BpkvConfig, trace: Trace | None) -> "EngineRunner":
+    def _load(
+        cls, folder: Path, built: BuiltEngine, config: BpkvConfig, trace: Trace | None, bounded: bool
+    ) -> "EngineRunner":
         from tensorrt_llm.builder import Engine
         from tensorrt_llm.runtime.model_runner import _engine_config_to_model_config
 
@@ -85,11 +89,11 @@ class EngineRunner:
         model_config = _engine_config_to_model_config(engine.config, gpu_weights_percent=1)
         mapping = engine.config.pretrained_config.mapping
         try:
-            session = BpkvSession(model_config, engine.engine, mapping, built, config, trace=trace)
+            session = BpkvSession(model_config, engine.engine, mapping, built, config, trace=trace, bounded=bounded)
         except (AssertionError, RuntimeError) as error:  # by which TensorRT-LLM tells that TensorRT gave it no engine
             raise InputError(
-                f"TensorRT does not load the engine in {folder} ({told(error)}); its own lines above say why. An engine "
-                "is bound to the kind of GPU that it was built on: build it again on this machine."
+                f"TensorRT does not load the engine in {folder} ({told(error)}); its own lines above say why. An "
+                "engine is bound to the kind of GPU that it was built on: build it again on this machine."
             ) from error
         return cls(session, model_config.kv_cache_type)
 
@@ -110,17 +114,18 @@ class EngineRunner:
         self._set_up(len(prompts), max(map(len, prompts)), sampling.max_new_tokens)
         packed = torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int32)
         lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32)
-        outputs = self.session.decode(
-            packed.to(self.session.device),
-            lengths.to(self.session.device),
-            sampling_config(sampling),
-            stop_words_list=stop_words(sampling, len(prompts)),
-            streaming=on_step is not None,
-        )
-        if on_step is not None:
-            stream, outputs = outputs, None
-            for outputs in stream:
-                on_step(_answers(outputs, prompts, sampling))
+        given = packed.to(self.session.device), lengths.to(self.session.device), sampling_config(sampling)
+        words = stop_words(sampling, len(prompts))
+        try:
+            outputs = self.session.decode(*given, stop_words_list=words, streaming=on_step is not None)
+            if on_step is not None:
+                stream, outputs = outputs, None
+                for outputs in stream:
+                    on_step(_answers(outputs, prompts, sampling))
+        except RuntimeError as error:  # by which TensorRT-LLM tells that a step failed
+            raise BpkvError(
+                f"TensorRT-LLM could not go on with the batch ({told(error)}); lines of the log above say why, if any."
+            ) from error
         return [
             EngineAnswer(tokens, "length" if len(tokens) == sampling.max_new_tokens else "stop", events)
             for tokens, events in zip(_answers(outputs, prompts, sampling), self.session.events, strict=True)
@@ -143,13 +148,6 @@ class EngineRunner:
     def _check(self, prompts: Sequence[Sequence[int]]) -> None:
         if not prompts or not all(prompts):
             raise InputError("The prompt has no tokens, so there is nothing to continue; give some text.")
-        tokens, most = sum(map(len, prompts)), self.built.limits.max_num_tokens
-        if tokens > most:
-            raise ConfigError(
-                f"The prompts have {tokens} tokens, and one run of the engine takes {most} (max_num_tokens), which "
-                "they share. Nothing was run. Give shorter or fewer prompts, or build an engine for more with "
-                "--max_num_tokens."
-            )
         vocabulary = self.built.traits.vocabulary
         if strange := next((token for prompt in prompts for token in prompt if not 0 <= token < vocabulary), None):
             raise InputError(

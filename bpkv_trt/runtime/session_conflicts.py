@@ -80,8 +80,14 @@ def refuse_setup(given: Mapping[str, Any], limits: EngineLimits, most_rows: int,
         )
 
 
-def refuse_decode(given: Mapping[str, Any]) -> None:
-    """given: arguments of `GenerationSession.decode`. Raises ConfigError for what is not compacted."""
+def refuse_decode(given: Mapping[str, Any], limits: EngineLimits) -> None:
+    """given: arguments of `GenerationSession.decode`. Raises ConfigError for what is not compacted, or is too much."""
+    tokens, most = int(given["context_lengths"].sum()), limits.max_num_tokens
+    if tokens > most:
+        raise ConfigError(
+            f"The prompts have {tokens} tokens, and one run of the engine takes {most} (max_num_tokens), which they "
+            "share. Nothing was run. Give shorter or fewer prompts, or build an engine for more with --max_num_tokens."
+        )
     if (beams := given["sampling_config"].num_beams) != 1:
         raise _refusal(f"num_beams is {beams}", BEAMS, "Give 1")
     for name in ("encoder_output", "encoder_input_lengths", "cross_attention_mask"):

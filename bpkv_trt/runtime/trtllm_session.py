@@ -88,7 +88,7 @@ class BpkvSession(GenerationSession):  # type: ignore[misc]
 
     def decode(self, *args: Any, **kwargs: Any) -> Any:
         """As the stock session's; afterwards, or after the last of a stream, `events` tells what was compacted."""
-        refuse_decode(_named(GenerationSession.decode, self, *args, **kwargs))
+        refuse_decode(_named(GenerationSession.decode, self, *args, **kwargs), self.built.limits)
         self._batch, self.events = None, []
         try:
             outputs = super().decode(*args, **kwargs)

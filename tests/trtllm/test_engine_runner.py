@@ -69,6 +69,19 @@ def test_a_batch_is_answered_as_the_torch_host_answers_each(place, loaded, promp
     assert [timeless(answer) for answer in again] == [timeless(answer) for answer in answers], "nothing is left of it"
 
 
+def test_a_bounded_cache_gives_the_same_answers_from_fewer_blocks(place, prompts):
+    options = {"budget": "0.25", "generation_budget": "12t", "interval": 12}
+    answers, blocks = [], []
+    for bounded in (False, True):
+        runner = EngineRunner.open(place.folder, options=options, bounded=bounded)
+        answers.append([answer.tokens for answer in runner.generate(prompts, SamplingParams(60))])
+        (manager,) = runner.session.pools_kv_cache_manager._kv_cache_managers
+        blocks.append(len(manager.blocks_manager.free_blocks))
+    assert answers[0] == answers[1]
+    longest = max(map(len, prompts))
+    assert blocks[0] == 3 * -(-(longest + 60) // 8) and blocks[1] <= 3 * -(-(longest + 12) // 8) < blocks[0]
+
+
 @pytest.mark.parametrize("also", [frozenset(), frozenset({470, 471})], ids=["one end", "several"])
 def test_what_ends_an_answer_is_no_part_of_it(place, loaded, prompts, also):
     """Ends at different steps, by the smallest of the tokens, which is the session's, and by the others."""
@@ -108,6 +121,14 @@ def test_the_runner_of_tensorrt_llm_takes_the_session(place, loaded, prompts):
     for row, prompt in zip(output[:, 0].tolist(), prompts, strict=True):
         expected = on_the_host(loaded, runner.config, prompt, SamplingParams(NEW))
         assert row[len(prompt) :][:NEW] == expected.generated
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_step_that_fails_is_told_in_one_paragraph(place, prompts, monkeypatch, streamed):
+    runner = place.open()
+    monkeypatch.setattr(runner.session.runtime, "_run", lambda *given: False)
+    with pytest.raises(BpkvError, match="could not go on with the batch .RuntimeError: Executing TRT engine failed"):
+        runner.generate(prompts, SamplingParams(NEW), (lambda answers: None) if streamed else None)
 
 
 def test_only_what_the_contract_knows_of_1_x_is_used(place, prompts):
@@ -276,9 +297,7 @@ def test_an_engine_that_tensorrt_does_not_load(place, monkeypatch):
         raise AssertionError
 
     monkeypatch.setitem(place.fakes.implementations, "tensorrt_llm.runtime.generation._Runtime.__init__", start)
-    with pytest.raises(
-        InputError, match=r"TensorRT does not load the engine in .* \(AssertionError\); .* build it again"
-    ):
+    with pytest.raises(InputError, match=r"TensorRT does not load the engine .* \(AssertionError\); .* build it"):
         place.open()
 
 

@@ -183,8 +183,8 @@ def test_a_prompt_longer_than_the_engine_takes(place, prompt, capsys):
 
 def test_which_options_go_together(place, prompt, capsys):
     assert "--tokenizer is not given, and an engine has none" in refused(capsys, prompt, "--engine-dir", place.folder)
-    for flag, value in (("--tokenizer", LLAMA), ("--plugin-lib", place.library)):
-        assert f"{flag} is for an engine: give --engine-dir" in refused(capsys, prompt, "--model", LLAMA, flag, value)
+    for flag, *value in (("--tokenizer", LLAMA), ("--plugin-lib", place.library), ("--bounded-cache",)):
+        assert f"{flag} is for an engine: give --engine-dir" in refused(capsys, prompt, "--model", LLAMA, flag, *value)
 
 
 def test_without_tensorrt_llm_it_is_told(place, prompt):

@@ -84,6 +84,11 @@ def test_a_decode_that_cannot_be_compacted(place, changes, words):
         place.decode(open_session(place), [PROMPT], 4, **changes)
 
 
+def test_prompts_that_are_more_than_one_run_takes(place):
+    with pytest.raises(ConfigError, match="The prompts have 12 tokens, and one run of the engine takes 11"):
+        place.decode(open_session(place), [[5, 9, 33, 2], PROMPT], 4)
+
+
 def test_a_budget_below_what_is_protected_of_one_prompt(place):
     ran = []
     session = open_session(place, place.built.settings.configured(budget="2KiB", sinks=1, recent=4))
