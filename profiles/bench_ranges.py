@@ -9,8 +9,8 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from bpkv_trt import profiling
 from bpkv_trt.documents import SCHEMA_VERSION, library_versions, machine
@@ -58,10 +58,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    nvtx: Any = profiling.nvtx
     body = {
         "schema_version": SCHEMA_VERSION,
-        "versions": library_versions() | {"nvtx": nvtx and getattr(nvtx, "__version__", "unknown")},
+        "versions": library_versions() | {"nvtx": version("nvtx") if profiling.nvtx else None},
         "machine": machine(),
         "nanoseconds": costs(options.ranges, options.repeats),
     }
