@@ -141,7 +141,19 @@ def test_every_thread_has_a_track(wait: Callable[[int], None]) -> None:
     assert (other, own) == (thread.native_id, threading.get_native_id()) and other != own
 
 
-def test_a_device_that_fails_leaves_the_trace_usable(wait: Callable[[int], None]) -> None:
+def test_of_ranges_that_begin_together_the_outer_one_comes_first(wait: Callable[[int], None]) -> None:
+    trace = Trace(record=True)
+    with trace.range("prefill"), trace.range("score"), trace.range("select"):
+        wait(1)
+    ranges = [event["name"] for event in trace.chrome()["traceEvents"] if event["ph"] == "X"]
+    assert ranges == ["prefill", "score", "select"]
+
+
+def test_a_device_that_fails_leaves_trace_and_profiler_usable(
+    wait: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiler = _Nvtx()
+    monkeypatch.setattr(profiling, "nvtx", profiler)
     broken = [False]
 
     def synchronize() -> None:
@@ -157,6 +169,7 @@ def test_a_device_that_fails_leaves_the_trace_usable(wait: Callable[[int], None]
     with trace.range("decode"):
         wait(1)
     assert [(event.name, event.depth) for event in trace.events] == [("decode", 0)]
+    assert profiler.calls == [("prefill", None), "pop", ("score", None), "pop", ("decode", None), "pop"]
 
 
 class _Nvtx:

@@ -36,7 +36,7 @@ def run_session(profile: Profile, progress: Progress) -> tuple[list[Row], Trace]
     progress.stage("warm-up", profile.warmup * len(profile.budgets))
     for _ in range(profile.warmup):
         for budget in profile.budgets:
-            _run(loaded, profile, budget, prompt, Trace(synchronize, record=True))
+            _run(loaded, profile, budget, prompt, Trace(synchronize))
             progress.advance()
     trace, rows = Trace(synchronize, record=True), list[Row]()
     progress.stage("runs", profile.repeats * len(profile.budgets))

@@ -9,7 +9,10 @@ import pytest
 import yaml
 
 from bpkv_trt.cli import main
+from bpkv_trt.latency import session
 from bpkv_trt.latency.profile import Profile
+from bpkv_trt.progress import SilentProgress
+from bpkv_trt.runtime.fitted_engine import fitted_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA = ROOT / "tests" / "assets" / "tiny-llama"
@@ -130,6 +133,20 @@ def test_a_session_leaves_a_folder_whose_numbers_agree(
     assert again.splitlines()[1:-2] == printed.splitlines()[1:-2], "the same tables"
     assert main(["profile", "report", str(folder / "trace.json"), "--json", str(out)]) == 0
     assert loaded(out)["ranges"] == report["ranges"] and loaded(out)["budgets"] == []
+
+
+def test_warm_ups_come_first_and_budgets_take_turns(profile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def watched(loaded: Any, config: Any, turns: Any, new_tokens: int, trace: Any) -> Any:
+        made.append((str(config.budget), len(trace.events)))
+        return fitted_engine(loaded, config, turns, new_tokens, trace)
+
+    monkeypatch.setattr(session, "fitted_engine", watched)
+    session.run_session(Profile.from_yaml(profile), SilentProgress())
+    assert [budget for budget, _ in made] == 3 * list(BUDGETS), "one warm-up and two repeats"
+    recorded = [events for _, events in made]
+    assert recorded[:4] == [0, 0, 0, 0] and recorded[3:] == sorted(set(recorded[3:])), "of the runs that count alone"
 
 
 def test_a_dry_run_prints_what_it_would_do_and_does_nothing(

@@ -75,7 +75,7 @@ def _write_ranges(database: sqlite3.Connection, ranges: Sequence[Range], number:
         if key not in domains:
             # Numbers of domains are those of a process, and a second one has them the other way around.
             own = [name for process, name in domains if process == each.process]
-            domains[key] = len(own) + 1 if each.process == PROCESS else 9 - len(own)
+            domains[key] = len(own) + 1 if each.process == PROCESS else 2 - len(own)
             created = 0, None, 75, each.domain, each.process | each.thread, None, domains[key], None
             database.execute(insert, created)
         text = (None, number(each.name)) if number else (each.name, None)

@@ -58,7 +58,8 @@ def written(folder: Path, form: str, ranges: list[Range], launches: list[Launch]
             "name": each.name, "cat": "bpkv", "ph": "X", "pid": 1, "tid": each.thread, "ts": each.start / 1e3,
             "dur": (each.end - each.start) / 1e3, "args": {} if each.payload is None else {"payload": each.payload},
         }
-        for each in ranges if each.end is not None
+        for each in sorted(ranges, key=lambda each: (-each.start, each.end))  # of equal ones the outer stays first
+        if each.end is not None
     ]  # fmt: skip
     path = folder / "trace.json"
     path.write_text(json.dumps({"traceEvents": [{"ph": "M", "name": "process_name", "pid": 1}, *events]}))
