@@ -10,7 +10,7 @@ export PYTHONPATH := $(CURDIR)
 # Recursive on purpose: evaluated by the recipes that need an environment, and by no others.
 ENV_PYTHON = $(or $(shell $(PYTHON) build_scripts/environment.py),$(error no Python environment))
 
-.PHONY: demo test lint environment clean
+.PHONY: demo test lint environment triton-environment clean
 
 demo:
 	@set -e; python="$(ENV_PYTHON)"; mkdir -p out; \
@@ -26,6 +26,10 @@ lint:
 
 environment:
 	@echo "$(ENV_PYTHON)"
+
+# The real Triton Inference Server, which tests/serving starts; they make it too, or are skipped where it cannot be had.
+triton-environment:
+	@$(PYTHON) build_scripts/triton_environment.py
 
 clean:
 	rm -rf out dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -33,6 +33,10 @@ class PoolExhausted(BpkvError):
     """Not enough free pages; nothing was allocated."""
 
 
+class QueueFull(BpkvError):
+    """No further request is taken now: as many wait as may wait, or the server is shutting down. Later may do."""
+
+
 class StalePlan(BpkvError):
     """A compaction plan made for another state of the sequence, or an invalid one; nothing was moved."""
 

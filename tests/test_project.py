@@ -67,7 +67,7 @@ def test_the_environment_is_named_by_what_it_is_made_from(tmp_path: Path) -> Non
     scripts.mkdir(parents=True)
     for name in ("pyproject.toml", "build_scripts/constraints.txt", "build_scripts/environment.py"):
         (tmp_path / "checkout" / name).write_bytes((ROOT / name).read_bytes())
-    name = "import environment; print(environment.fingerprint())"
+    name = "import environment; print(environment.fingerprint(environment.SOURCES))"
     before = run(sys.executable, "-c", name, PYTHONPATH=str(scripts)).strip()
     assert before == run(sys.executable, "-c", name, PYTHONPATH=str(ROOT / "build_scripts")).strip(), "not by its place"
     made = tmp_path / f"venv-{before}"

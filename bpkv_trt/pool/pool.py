@@ -289,9 +289,13 @@ class PagedKvPool:
         """Pages that `extend(sequence, count)` would take."""
         return int(self._pages_to_grow(sequence, count).sum())
 
+    def owned_pages(self, sequence: int) -> int:
+        """Pages that a sequence owns."""
+        return int(self._table.owned(self._table.slots[sequence]).size)
+
     def bytes_of(self, sequence: int) -> int:
         """Bytes of the pages a sequence owns."""
-        return self._table.owned(self._table.slots[sequence]).size * self.page_bytes
+        return self.owned_pages(sequence) * self.page_bytes
 
     def entries_of(self, sequence: int) -> int:
         """Rows a sequence holds over all layers and KV heads."""

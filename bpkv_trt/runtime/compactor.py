@@ -91,7 +91,7 @@ class Compactor:
     def _draft_answer(self, sequence: int) -> None:
         # For the compaction that comes later, if it will have something to evict.
         demand = self._prompt_demand(sequence, "deferred", self.config.positions)
-        if self._reason_to_keep_all(demand, int(self._quota(demand).evict.sum())) is None:
+        if self._reason_to_keep_all(demand, int(self._quota(demand.budget, demand.counted).evict.sum())) is None:
             before = self.trace.seconds()["readout"]
             self.source.draft_answer(sequence, self.config.lookahead, self.trace)
             self.requests[sequence].drafting += self.trace.seconds()["readout"] - before
@@ -159,6 +159,11 @@ class Compactor:
         compacted = turns[0] if "prefill" in self.config.regime else sum(turns) + self.config.defer
         self._resolve(self.config.budget, compacted, self.config.protected)
 
+    def prompt_quota(self, tokens: int) -> Quota:
+        """What the compaction of a prompt of so many tokens will ask of every unit, told before the prompt runs."""
+        budget = self._resolve(self.config.budget, tokens, self.config.protected)
+        return self._quota(budget, torch.full((self.traits.layers, self.traits.kv_heads), tokens))
+
     def size_of(self, sequence: int) -> tuple[int, int]:
         """Entries that the budget counts, and bytes of all the pages that the sequence owns."""
         lengths = self.pool.lengths(sequence)[list(self.traits.compactable_layers)]
@@ -193,14 +198,15 @@ class Compactor:
     def _compact(self, sequence: int, demand: Demand) -> CompactionEvent:
         request = self.requests[sequence]
         request.reported.add(demand.regime)
-        quota = self._quota(demand)
+        quota = self._quota(demand.budget, demand.counted)
         reason = self._reason_to_keep_all(demand, int(quota.evict.sum()))
         if reason is not None:
             return self._unchanged(sequence, demand.regime, reason, demand.budget.clamped)
         before, (entries, size) = self.trace.seconds(), self.size_of(sequence)
         chosen = self._choose(sequence, demand, quota)
         if isinstance(chosen, int):
-            return self._unchanged(sequence, demand.regime, f"not compacted: {chosen} scores are NaN or Inf")
+            note = f"not compacted: {chosen} scores are NaN or Inf"
+            return replace(self._unchanged(sequence, demand.regime, note), broken_scores=chosen)
         with self.trace.range("compact", payload=int(quota.evict.sum())):
             view = self.pool.view(sequence)
             plan = CompactionPlan.from_eviction(view, chosen.selection.evict[..., : view.lengths.max()])
@@ -231,11 +237,11 @@ class Compactor:
         seconds = {stage: self.trace.seconds()[stage] - before[stage] for stage in STAGES}
         return {**seconds, "readout": seconds["readout"] + drafting}
 
-    def _quota(self, demand: Demand) -> Quota:
+    def _quota(self, budget: ResolvedBudget, counted: Tensor) -> Quota:
         compactable = self.traits.compactable_layers
         weights = None if self.table is None else self.table.layer_weights
-        shares = self.policy.layer_counts(demand.budget, len(compactable))
-        given = demand.budget, self.config.scope, demand.counted, compactable, weights, shares
+        shares = self.policy.layer_counts(budget, len(compactable))
+        given = budget, self.config.scope, counted, compactable, weights, shares
         return quotas(*given, self.pool.device)
 
     def _choose(self, sequence: int, demand: Demand, quota: Quota) -> _Choice | int:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.running_attention import RunningAttention
+from bpkv_trt.errors import InputError
 from bpkv_trt.models.loading import HostedModel, LoadedModel
 from bpkv_trt.models.stop_tokens import stop_tokens_of
 from bpkv_trt.policies.base import Requirement
@@ -16,6 +17,7 @@ from bpkv_trt.pool.storage import pages_of
 from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.compactor import Compactor
 from bpkv_trt.runtime.event import CompactionEvent
+from bpkv_trt.runtime.memory import pool_bytes
 from bpkv_trt.runtime.remembered_statistics import Memory, RememberedStatistics
 from bpkv_trt.runtime.scratch import scratch_rows
 from bpkv_trt.runtime.step import Chunk
@@ -39,10 +41,12 @@ class Engine:
         replayed: int = 0,
         rules: Sequence[RunningAttention] = (),
         memory: Memory | None = None,
+        host: TorchHost | None = None,
     ) -> None:
         """`observed`, `replayed` and `rules`: what other engines, that adopt sequences of this one, need of them; the
         rules are the `running_attention` of policies that require `received_attention`. `memory`: of the one sequence
-        whose copies are all that engines with this memory are given.
+        whose copies are all that engines with this memory are given. `host`: of another engine of the same model and
+        pool, so that sequences of both can be packed into one forward pass.
 
         Raises ConfigError where policy, configuration and model do not go together.
         """
@@ -53,7 +57,9 @@ class Engine:
             table.check(traits.layers, traits.kv_heads, config.scope)
         self.trace = trace or Trace()
         self.trace.cache_bytes = lambda: pool.live_pages * pool.page_bytes
-        self.host = TorchHost(loaded, pool, replayed=max(replayed, config.replayed_positions))
+        assert host is None or host.pool is pool
+        self.host = host or TorchHost(loaded, pool, replayed=0)
+        self.host.keep_for_replay(max(replayed, config.replayed_positions))
         rules = (policy.running_attention, *rules)
         encoder, tokenizer = (loaded.encoder, loaded.tokenizer) if isinstance(loaded, LoadedModel) else (None, None)
         ends = stop_tokens_of(loaded.model, tokenizer)
@@ -147,12 +153,29 @@ def make_pool(
     `scratch`: further rows, as `scratch_rows` counts them for what a compaction takes and gives back. `kernels`: as
     `PagedKvPool` takes it.
     """
+    traits = loaded.traits
+    pages = (caches * pages_of(rows, page_size) + pages_of(scratch, page_size)) * traits.layers * traits.kv_heads
+    return _pool(loaded, pages, page_size, poison, kernels)
+
+
+def make_pool_within(loaded: HostedModel, size: int, page_size: int, *, poison: bool = False) -> PagedKvPool:
+    """A pool of at most `size` bytes, keys, values and positions counted; InputError where that is less than a page."""
+    pages = size // (pool_bytes(loaded, page_size, page_size) // (loaded.traits.layers * loaded.traits.kv_heads))
+    if pages < 1:
+        raise InputError(
+            f"The pool is given {size} bytes, less than one page of {page_size} rows; give it more, or a smaller "
+            "page_size."
+        )
+    return _pool(loaded, pages, page_size, poison, None)
+
+
+def _pool(loaded: HostedModel, pages: int, page_size: int, poison: bool, kernels: bool | None) -> PagedKvPool:
     traits, parameter = loaded.traits, next(loaded.model.parameters())
     return PagedKvPool(
         layers=traits.layers,
         kv_heads=traits.kv_heads,
         head_dim=traits.head_dim,
-        pages=(caches * pages_of(rows, page_size) + pages_of(scratch, page_size)) * traits.layers * traits.kv_heads,
+        pages=pages,
         page_size=page_size,
         dtype=parameter.dtype,
         device=parameter.device,

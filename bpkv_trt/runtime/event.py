@@ -24,5 +24,6 @@ class CompactionEvent:
     epsilon_relaxed: int = 0
     rejected: int = 0
     clamped: bool = False
+    broken_scores: int = 0  # NaN or Inf, for which nothing was evicted
     note: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)

@@ -38,6 +38,16 @@ class Request:
         if event is not None:
             self.events.append(event)
 
+    def take(self, logits: Tensor) -> None:
+        """Draw the next token from logits [V]; `finished` says where it was the last, or a stop token."""
+        token = self.sampler.next(logits)
+        if token in self.sampling.stop_tokens:
+            self.finished = "stop"
+            return
+        self.generated.append(token)
+        if len(self.generated) == self.sampling.max_new_tokens:
+            self.finished = "length"
+
     @property
     def rows_to_come(self) -> int:
         """Rows per head that the request may still add, if nothing is ever evicted."""
@@ -99,7 +109,8 @@ class Generator:
             return
         if request in self.waiting:
             self.waiting.remove(request)
-        self._finish(request, "aborted")
+        request.finished = "aborted"
+        self._close(request)
 
     def generate(
         self, requests: Sequence[Request], on_token: Callable[[Request], None] | None = None
@@ -155,16 +166,11 @@ class Generator:
             self._take_token(request, row)
 
     def _take_token(self, request: Request, logits: Tensor) -> None:
-        token = request.sampler.next(logits)
-        if token in request.sampling.stop_tokens:
-            self._finish(request, "stop")
-            return
-        request.generated.append(token)
-        if len(request.generated) == request.sampling.max_new_tokens:
-            self._finish(request, "length")
+        request.take(logits)
+        if request.finished is not None:
+            self._close(request)
 
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        request.finished = reason
+    def _close(self, request: Request) -> None:
         if request.sequence is not None:
             request.events += self.engine.close(request.sequence)
             self.running.remove(request)

@@ -6,7 +6,7 @@ from bpkv_trt.config import PROBES, BpkvConfig
 from bpkv_trt.core.deletion import SMALLEST_TILE, TILE_ELEMENTS
 from bpkv_trt.errors import InputError
 from bpkv_trt.host_memory import free_host_bytes
-from bpkv_trt.models.loading import LoadedModel
+from bpkv_trt.models.loading import HostedModel, LoadedModel
 from bpkv_trt.policies.registry import policy_class
 from bpkv_trt.pool.storage import pages_of
 from bpkv_trt.runtime.attention import QUERY_BLOCK
@@ -19,7 +19,7 @@ def activation_bytes(loaded: LoadedModel, tokens: int, config: BpkvConfig) -> in
 
     The prompt's forward and the scoring after it follow one another, so the larger of them counts. `config` is settled.
     """
-    return max(_forward_bytes(loaded, tokens), _scoring_bytes(loaded, tokens, config))
+    return max(_forward_bytes(loaded, tokens), scoring_bytes(loaded, tokens, config))
 
 
 def _forward_bytes(loaded: LoadedModel, tokens: int) -> int:
@@ -38,10 +38,11 @@ def _forward_bytes(loaded: LoadedModel, tokens: int) -> int:
     return tokens * (per_token + weights) + logits
 
 
-def _scoring_bytes(loaded: LoadedModel, tokens: int, config: BpkvConfig) -> int:
-    """What is held all along, and the widest of replay, readout, scores and refinement; as fp32, M scoring positions.
+def scoring_bytes(loaded: LoadedModel, tokens: int, config: BpkvConfig) -> int:
+    """An upper estimate of what scoring a cache of `tokens` tokens holds at once. `config` is settled.
 
-    Attention weights exist for one KV head at a time, about five of a kind, [G, M, T].
+    That is what is held all along, and the widest of replay, readout, scores and refinement; as fp32, M scoring
+    positions. Attention weights exist for one KV head at a time, about five of a kind, [G, M, T].
     """
     traits, m, length = loaded.traits, config.replayed_positions, tokens + config.drafted
     heads = traits.query_heads * traits.head_dim
@@ -59,7 +60,7 @@ def _scoring_bytes(loaded: LoadedModel, tokens: int, config: BpkvConfig) -> int:
     return FP32 * (held + max(head_rows + max(attention, backward), attention + 3 * rows + max(tile, candidates)))
 
 
-def pool_bytes(loaded: LoadedModel, rows: int, page_size: int) -> int:
+def pool_bytes(loaded: HostedModel, rows: int, page_size: int) -> int:
     """Bytes of a pool of `rows` rows in every layer and head: K, V and positions."""
     traits = loaded.traits
     row = 2 * traits.head_dim * next(loaded.model.parameters()).element_size() + 4

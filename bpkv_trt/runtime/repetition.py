@@ -61,7 +61,7 @@ def repeated_attention(host: TorchHost, encoder: PromptEncoder, sequence: int, s
 
 def _require_room(host: TorchHost, sequence: int, growth: int) -> None:
     pool = host.pool
-    needed = pool.bytes_of(sequence) // pool.page_bytes + pool.pages_to_grow(sequence, growth)
+    needed = pool.owned_pages(sequence) + pool.pages_to_grow(sequence, growth)
     if needed > pool.free_pages:
         raise PoolExhausted(
             f"The context is scored by repeating it over a copy of its cache, which takes {needed} pages of "

@@ -58,6 +58,10 @@ class TorchHost:
     def device(self) -> torch.device:
         return self.pool.keys.device
 
+    def keep_for_replay(self, count: int) -> None:
+        """Be ready to `replay` up to `count` tokens of every sequence that is opened from now on."""
+        self.replayed = max(self.replayed, count)
+
     def admit(self, expected_rows: int = 0) -> int:
         """Open an empty sequence; returns its handle."""
         sequence = self.pool.admit(expected_rows)
@@ -90,14 +94,17 @@ class TorchHost:
         self.pool.release(sequence)
 
     @torch.no_grad()
-    def forward(self, chunks: Sequence[Chunk], *, every_token: bool = False, drafting: bool = False) -> Tensor:
+    def forward(
+        self, chunks: Sequence[Chunk], *, every_token: bool = False, drafting: bool = False, checked: bool = True
+    ) -> Tensor:
         """Append the chunks' tokens to their sequences and return the next-token logits [B, V] fp32.
 
         With `every_token` those after each of the N packed tokens, [N, V]. With `drafting` sliding-window layers drop
         nothing, so that `retract` leaves the sequences as they were.
 
         Pages for the whole batch are taken before anything runs: PoolExhausted leaves every sequence as it was.
-        Raises NumericalError where a logit is NaN or Inf.
+        Raises NumericalError where a logit is NaN or Inf, unless the caller judges each sequence by itself (`finite`)
+        and has them not `checked`.
         """
         starts = [self.pool.logical_length(chunk.sequence) for chunk in chunks]
         self.pool.extend_all([(chunk.sequence, len(chunk.tokens)) for chunk in chunks])
@@ -114,7 +121,7 @@ class TorchHost:
             logits = self._run(step, [token for chunk in chunks for token in chunk.tokens], torch.cat(positions), keep)
         if not drafting:
             self._drop_outside_window([chunk.sequence for chunk in chunks])
-        return _finite(logits)
+        return finite(logits) if checked else logits
 
     @torch.no_grad()
     def replay(self, sequence: int, count: int, evicted: Tensor | None = None) -> Replay:
@@ -146,7 +153,7 @@ class TorchHost:
             q=torch.stack([step.queries[layer] for layer in layers]),
             context=torch.stack([step.contexts[layer] for layer in layers]),
             residual=residuals[0],
-            logits=_finite(logits),
+            logits=finite(logits),
             layer_calls=tuple(calls),
         )
 
@@ -198,7 +205,8 @@ def _rope_kept(model: PreTrainedModel, step: AppendStep) -> AbstractContextManag
     return _watched([attention_module(layer) for layer in decoder_layers(model)], keep)
 
 
-def _finite(logits: Tensor) -> Tensor:
+def finite(logits: Tensor) -> Tensor:
+    """The logits as they are; NumericalError where one is NaN or Inf."""
     if not bool(torch.isfinite(logits).all()):
         raise NumericalError(
             "The model's logits contain NaN or Inf, so no token can be chosen and no eviction judged. "

@@ -1,0 +1,74 @@
+"""`bpkv model-repository`: a folder that Triton Inference Server serves a model from."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import bpkv_trt
+from bpkv_trt.errors import ConfigError, InputError
+from bpkv_trt.serving_settings import ServingSettings
+
+MODEL_NAME = "bpkv"
+SETTINGS = Path("1", "model.yaml")  # within the model's folder
+
+
+def template() -> Path:
+    """The folder that is copied: within an installed package, or of the checkout that it runs from."""
+    package = Path(bpkv_trt.__file__).parent
+    installed = package / "model_repository_template"
+    return (installed if installed.is_dir() else package.parent / "runtime" / "model_repository") / MODEL_NAME
+
+
+def write_repository(output: Path, settings: ServingSettings) -> Path:
+    """Write the model's folder into `output`, made where it is missing; returns it.
+
+    One of ours that is there is replaced, whole; anything else raises InputError, with nothing changed.
+    """
+    folder = output / MODEL_NAME
+    check_output(output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".bpkv-", dir=output) as scratch:  # hidden: a server may be looking
+            made = Path(scratch) / MODEL_NAME
+            shutil.copytree(template(), made, ignore=shutil.ignore_patterns("__pycache__"))
+            (made / SETTINGS).write_text(settings.to_yaml(), encoding="utf-8")
+            _exchange(made, folder, Path(scratch) / "replaced")
+    except OSError as error:
+        raise InputError(
+            f"The model repository {output} cannot be written ({error.strerror}); check path, space and permissions."
+        ) from None
+    return folder
+
+
+def _exchange(made: Path, folder: Path, replaced: Path) -> None:
+    if folder.exists():
+        os.replace(folder, replaced)
+    try:
+        os.replace(made, folder)
+    except OSError:
+        if replaced.exists():
+            os.replace(replaced, folder)
+        raise
+
+
+def check_output(output: Path) -> None:
+    """Raise InputError where a repository must not be written."""
+    folder = output / MODEL_NAME
+    if output.exists() and not output.is_dir():
+        raise InputError(f"The output {output} is a file; give a folder to --output.")
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise InputError(f"{folder} is there and is no folder of bpkv, so it is left as it is; move it away.")
+    if folder.is_dir() and any(folder.iterdir()) and not _is_ours(folder):
+        raise InputError(
+            f"{folder} is there and was not written by `bpkv model-repository`, so it is left as it is; give another "
+            "--output, or move that folder away."
+        )
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        ServingSettings.read(folder / SETTINGS)
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,212 @@
+"""The requests that run together: admitted by pages, prompts chunk by chunk beside one token of every answer."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bpkv_trt.errors import InputError, PoolExhausted
+from bpkv_trt.pool.pool import PagedKvPool
+from bpkv_trt.profiling import Trace
+from bpkv_trt.runtime.engine import Engine
+from bpkv_trt.runtime.generator import Request
+from bpkv_trt.runtime.page_need import PageNeed
+from bpkv_trt.runtime.sampling import Sampler, SamplingParams
+from bpkv_trt.runtime.torch_host import TorchHost, finite
+
+
+@dataclass(eq=False)
+class BatchedRequest:
+    """A request with the engine of its configuration, and how far its prompt has been run."""
+
+    engine: Engine
+    prompt: Sequence[int]
+    request: Request
+    need: PageNeed
+    encoded: int = 0
+    error: Exception | None = None
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether tokens of the prompt are still to be run."""
+        return self.encoded < len(self.prompt)
+
+    @property
+    def promised(self) -> int:
+        """Pages that a running request may still take, whatever is evicted of it later."""
+        pool, sequence = self.engine.pool, self.request.handle
+        if self.in_prompt:
+            return self.need.pages - pool.owned_pages(sequence)
+        return pool.pages_to_grow(sequence, self.request.rows_to_come)
+
+    @property
+    def scratch(self) -> int:
+        """Pages that a compaction to come of the prompt borrows."""
+        deferred = "deferred" in self.engine.compactor.config.regime
+        compacted = any(event.regime == "deferred" for event in self.request.events)
+        return self.need.scratch if self.in_prompt or (deferred and not compacted) else 0
+
+
+class ServingBatch:
+    """Continuous batching over one pool, which is never over-committed; one thread runs it.
+
+    Law L5 sets the rules: an answer is what it would be alone, but for the rounding of matrix products of other sizes.
+    Chunks of a prompt end where they would if it ran alone. A prompt is compacted as soon as it is complete, so that
+    its pages are free before another request has to wait for pages. No sequence is compacted earlier or harder because
+    others wait: its answer would depend on them.
+    """
+
+    def __init__(self, host: TorchHost, trace: Trace, *, chunk_tokens: int, most_running: int) -> None:
+        """`chunk_tokens`: of prompts in one step; `most_running`: requests at once."""
+        if min(chunk_tokens, most_running) < 1:
+            raise InputError(
+                f"chunk_tokens is {chunk_tokens} and most_running is {most_running}; both must be 1 or more."
+            )
+        self.host, self.trace = host, trace
+        self.chunk_tokens, self.most_running = chunk_tokens, most_running
+        self.waiting: deque[BatchedRequest] = deque()
+        self.running: list[BatchedRequest] = []
+        self.failed = False  # whether the latest forward pass failed, and so all who took part
+
+    @property
+    def pool(self) -> PagedKvPool:
+        return self.host.pool
+
+    def prepare(self, engine: Engine, prompt: Sequence[int], sampling: SamplingParams) -> BatchedRequest:
+        """Check a request; any thread may do so.
+
+        Raises InputError for a prompt without tokens or past the model's positions, ConfigError for a budget that
+        cannot be honoured, PoolExhausted for a request that can never fit.
+        """
+        tokens, new = len(prompt), sampling.max_new_tokens
+        if not tokens:
+            raise InputError("The prompt has no tokens, so there is nothing to continue; give some text.")
+        known = engine.host.traits.max_positions
+        if tokens + new > known:
+            raise InputError(
+                f"The prompt has {tokens} tokens, with {new} new ones to come, but the model knows {known} positions. "
+                "Shorten the prompt or the answer."
+            )
+        engine.compactor.check_budget([tokens])
+        need = PageNeed.of(engine, tokens, new)
+        self._require(need)
+        return BatchedRequest(engine, prompt, Request([prompt], sampling, Sampler(sampling)), need)
+
+    def add(self, batched: BatchedRequest) -> None:
+        """Queue a request that was prepared."""
+        self.waiting.append(batched)
+
+    def remove(self, batched: BatchedRequest) -> None:
+        """End a request, whatever its stage, once or again; its pages are free when this returns."""
+        if batched in self.waiting:
+            self.waiting.remove(batched)
+        batched.request.finished = batched.request.finished or "aborted"
+        if batched.request.sequence is not None:
+            self._close(batched)
+
+    def step(self) -> list[BatchedRequest]:
+        """Admit, run one forward pass, compact what is due and draw a token for every request that is past its prompt.
+
+        Returns the requests that took part. One that goes wrong is ended with its `error` and leaves the others; a
+        forward pass that fails ends all who took part.
+        """
+        self._admit()
+        parts = self._parts()
+        self.failed = False
+        try:
+            logits = self._forward(parts) if parts else ()
+        except Exception as error:
+            self.failed = True
+            for batched, _ in parts:
+                self._fail(batched, error)
+        else:
+            for (batched, tokens), row in zip(parts, logits, strict=True):
+                self._advance(batched, len(tokens), row)
+        return [batched for batched, _ in parts]
+
+    def _admit(self) -> None:
+        """Open waiting requests, first come, first served, while the pool can hold all that run to their ends."""
+        while self.waiting and len(self.running) < self.most_running:
+            if not self._fits(self.waiting[0].need):
+                break
+            batched = self.waiting.popleft()
+            batched.request.sequence = batched.engine.open(batched.request.rows_to_come)
+            self.running.append(batched)
+        assert self.running or not self.waiting, "a request that fits alone waits, and nothing runs"
+
+    def _fits(self, further: PageNeed) -> bool:
+        """Whether the pool has room for all that those who run may still take, and for one more."""
+        promised = sum(batched.promised for batched in self.running) + further.pages
+        scratch = max((batched.scratch for batched in self.running), default=0)  # borrowed by one at a time
+        return promised + max(scratch, further.scratch) <= self.pool.free_pages
+
+    def _parts(self) -> list[tuple[BatchedRequest, Sequence[int]]]:
+        """The next tokens of those who run. The first prompt always goes on, others where their chunk fits beside."""
+        parts, room = list[tuple[BatchedRequest, Sequence[int]]](), self.chunk_tokens
+        for batched in self.running:
+            if not batched.in_prompt:
+                parts.append((batched, batched.request.generated[-1:]))
+                continue
+            chunk = batched.prompt[batched.encoded : batched.encoded + self.chunk_tokens]
+            if len(chunk) <= room:
+                parts.append((batched, chunk))
+                room -= len(chunk)
+        return parts
+
+    def _forward(self, parts: Sequence[tuple[BatchedRequest, Sequence[int]]]) -> Tensor:
+        """Next-token logits [B, V]."""
+        tokens = sum(len(tokens) for batched, tokens in parts if batched.in_prompt)
+        with self.trace.range("prefill" if tokens else "decode", payload=tokens or len(parts)):
+            chunks = [batched.engine.chunk(batched.request.handle, tokens) for batched, tokens in parts]
+            return self.host.forward(chunks, checked=False)
+
+    def _advance(self, batched: BatchedRequest, tokens: int, logits: Tensor) -> None:
+        try:
+            self._compact(batched, tokens, finite(logits))
+        except Exception as error:
+            self._fail(batched, error)
+
+    def _compact(self, batched: BatchedRequest, tokens: int, logits: Tensor) -> None:
+        request, compactor = batched.request, batched.engine.compactor
+        if batched.in_prompt:
+            batched.encoded += tokens
+            if batched.in_prompt:
+                return
+            request.note(compactor.on_context_step_end(request.handle))
+            if not self._fits(PageNeed(0, 0)):
+                return self._start_over(batched)
+        else:
+            request.note(compactor.on_generation_step_end(request.handle))
+        request.take(logits)
+        if request.finished is not None:
+            self._close(batched)
+
+    def _start_over(self, batched: BatchedRequest) -> None:
+        """A prompt was not compacted, its scores being NaN or Inf, and others were admitted counting on it.
+
+        No token was drawn yet: it waits, first of all, for room to the end of its answer with nothing evicted.
+        """
+        self._close(batched)
+        batched.request.events.clear()
+        batched.encoded = 0
+        batched.need = PageNeed.whole(batched.engine, len(batched.prompt), batched.request.sampling.max_new_tokens)
+        self._require(batched.need)
+        self.waiting.appendleft(batched)
+
+    def _require(self, need: PageNeed) -> None:
+        if need.total > self.pool.pages:
+            raise PoolExhausted(
+                f"The request needs {need.total} pages, and the pool has {self.pool.pages} in all; give a shorter "
+                "prompt, fewer new tokens or a smaller budget."
+            )
+
+    def _fail(self, batched: BatchedRequest, error: Exception) -> None:
+        batched.error = error
+        self.remove(batched)
+
+    def _close(self, batched: BatchedRequest) -> None:
+        request = batched.request
+        self.running.remove(batched)
+        sequence, request.sequence = request.handle, None
+        request.events += batched.engine.close(sequence)

@@ -1,0 +1,87 @@
+#!/usr/bin/env bash
+# Starts Triton Inference Server on a model repository, reachable from this machine alone:
+#
+#     runtime/launch.sh REPOSITORY [further options of tritonserver]
+#
+# Takes `tritonserver` from PATH; $TRITONSERVER names another. $BPKV_HOST, $BPKV_HTTP_PORT, $BPKV_GRPC_PORT and
+# $BPKV_METRICS_PORT say where it listens, $BPKV_EXIT_TIMEOUT_S how long running requests get after SIGTERM, and
+# $BPKV_ADMIN_KEY what the header `bpkv-admin-key` must hold for what is not for clients.
+# Ends with the server's exit code, or with 70 where the model's process died: whatever watches this script, such as
+# systemd or Docker, then starts it again. (The server itself would answer errors from there on, and call itself ready.)
+set -euo pipefail
+
+repository=${1:?"usage: runtime/launch.sh REPOSITORY [further options of tritonserver]"}
+shift
+server=${TRITONSERVER:-tritonserver}
+host=${BPKV_HOST:-127.0.0.1}
+key=${BPKV_ADMIN_KEY:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')} # nobody knows it where none was given
+closed=model-repository,shared-memory,statistics,trace,logging
+prefix=bpkv$$_ # of the shared memory, removed at the end: a server that is killed leaves its own behind
+
+fail() {
+  echo "launch.sh: $1" >&2
+  exit 2
+}
+[ -f "$repository/bpkv/config.pbtxt" ] || fail "$repository holds no model; write one with: bpkv model-repository --output $repository --model M"
+# Without it the server waits for ever.
+[ -f "$repository/bpkv/1/model.py" ] || fail "$repository/bpkv/1/model.py is missing; write the repository again"
+command -v "$server" > /dev/null || fail "there is no $server on PATH; install Triton Inference Server, or see docs/serving.md"
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+if [ -d "$root/bpkv_trt" ]; then # a checkout, whose environment may hold dependencies only
+  export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+fi
+
+limits=() # which only later servers have; the model has limits of its own
+if "$server" --help 2>&1 | grep -q -- --http-max-input-size; then
+  limits+=(--http-max-input-size=67108864)
+fi
+
+"$server" --model-repository="$repository" \
+  --model-control-mode=none --disable-auto-complete-config --exit-on-error=true \
+  --http-address="$host" --grpc-address="$host" --metrics-address="$host" \
+  --http-port="${BPKV_HTTP_PORT:-8000}" --grpc-port="${BPKV_GRPC_PORT:-8001}" --metrics-port="${BPKV_METRICS_PORT:-8002}" \
+  --http-restricted-api="$closed:bpkv-admin-key=$key" --grpc-restricted-protocol="$closed:bpkv-admin-key=$key" \
+  --exit-timeout-secs="${BPKV_EXIT_TIMEOUT_S:-30}" \
+  --backend-config="python,shm-region-prefix-name=$prefix" \
+  "${limits[@]}" "$@" &
+pid=$!
+trap 'kill -TERM "$pid" 2> /dev/null || true' TERM INT
+trap 'rm -f "/dev/shm/$prefix"*' EXIT
+
+# The model's process: the server's child that runs the stub of its Python backend.
+model_process() {
+  local child
+  for child in $(cat "/proc/$pid/task/"*/children 2> /dev/null); do
+    if grep -q triton_python_b "/proc/$child/comm" 2> /dev/null; then
+      echo "$child"
+      return
+    fi
+  done
+}
+
+# Whether a process runs: one that has died stays in the table until its parent asks for it.
+runs() {
+  [ -r "/proc/$1/stat" ] && ! grep -qs '^State:[[:space:]]*Z' "/proc/$1/status"
+}
+
+model=
+alone=0 # seconds that the server has been without its model; one that ends is so for a moment
+code=
+while runs "$pid" && [ "$alone" -lt 5 ]; do
+  if [ -z "$model" ]; then
+    model=$(model_process)
+  elif ! runs "$model"; then
+    alone=$((alone + 1))
+  fi
+  sleep 1 &
+  wait $! || true # a signal ends the wait, not the sleep
+done
+if runs "$pid"; then
+  echo "launch.sh: the model's process has died; ending the server" >&2
+  kill -KILL "$pid"
+  code=70
+fi
+ended=0
+wait "$pid" 2> /dev/null || ended=$? # without what bash says of a killed child
+exit "${code:-$ended}"

@@ -1,0 +1,37 @@
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from bpkv_trt.cli import main
+from tests.serving.triton_server import ROOT, TritonServer
+
+TINY = ROOT / "tests" / "assets" / "tiny-llama"
+Serve = Callable[..., AbstractContextManager[TritonServer]]
+
+
+@pytest.fixture(scope="session")
+def tritonserver() -> Path:
+    """The folder of the command `tritonserver`; the tests that need it are skipped where it cannot be had."""
+    script = ROOT / "build_scripts" / "triton_environment.py"
+    made = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(made.stderr.strip().splitlines()[-1])
+    return Path(made.stdout.strip()).parent
+
+
+@pytest.fixture(scope="module")
+def serve(tritonserver: Path, tmp_path_factory: pytest.TempPathFactory) -> Serve:
+    """Starts a server on a new repository; options are those of `bpkv model-repository`."""
+
+    @contextmanager
+    def started(*options: str, model: str = str(TINY), **environment: str) -> Iterator[TritonServer]:
+        folder = tmp_path_factory.mktemp("server")
+        assert main(["model-repository", "--output", str(folder / "models"), "--model", model, *options]) == 0
+        with TritonServer(tritonserver, folder / "models", folder / "log", **environment) as server:
+            yield server
+
+    return started
