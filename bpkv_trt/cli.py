@@ -18,6 +18,7 @@ try:
     from bpkv_trt.generate_command import add_generate
     from bpkv_trt.model_repository_command import add_model_repository
     from bpkv_trt.options import MODEL_HELP, CommandParser, file_path, importing
+    from bpkv_trt.profile_command import add_profile
     from bpkv_trt.progress import progress_on
     from bpkv_trt.request import read_prompt
     from bpkv_trt.summary import print_layer_table
@@ -34,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     add_compare(commands.add_parser("compare", help="measure policies side by side on the same samples"))
     table = "measure how sensitive a model's layers are, for --layer-table"
     _add_layer_table(commands.add_parser("layer-table", help=table))
+    add_profile(commands.add_parser("profile", help="where time goes: run a latency profile, report on a trace"))
     repository = "write a folder that Triton Inference Server serves a model from"
     add_model_repository(commands.add_parser("model-repository", help=repository))
     doctor = commands.add_parser("doctor", help="what of this machine can be used, and what to do about the rest")

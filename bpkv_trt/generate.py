@@ -12,15 +12,14 @@ from bpkv_trt.generation_report import Generation
 from bpkv_trt.models.loading import LoadedModel, load_model
 from bpkv_trt.models.placement import device_of, dtype_of
 from bpkv_trt.models.stop_tokens import stop_tokens_of
-from bpkv_trt.policies.registry import settled
 from bpkv_trt.profiling import Trace
 from bpkv_trt.progress import Progress
 from bpkv_trt.request import GenerateRequest
-from bpkv_trt.runtime.engine import Engine, make_pool
+from bpkv_trt.runtime.engine import Engine
+from bpkv_trt.runtime.fitted_engine import fitted_engine
 from bpkv_trt.runtime.generator import Generator, Request
-from bpkv_trt.runtime.memory import activation_bytes, pool_bytes, require_memory
 from bpkv_trt.runtime.sampling import SamplingParams
-from bpkv_trt.runtime.scratch import scratch_rows
+from bpkv_trt.trace_file import traced
 
 Turns = Sequence[Sequence[int]]
 
@@ -32,14 +31,26 @@ def run_generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]
     """
     _check_regime(request)
     device = device_of(request.device)
-    trace = Trace(synchronize=torch.cuda.synchronize if device == "cuda" else None)
+    with traced(request.trace, torch.cuda.synchronize if device == "cuda" else None) as trace:
+        return _run(request, progress, trace, device)
+
+
+def _run(request: GenerateRequest, progress: Progress, trace: Trace, device: str) -> dict[str, Any]:
     sampling = SamplingParams(request.max_new_tokens, request.temperature, request.top_p, request.config.seed)
     progress.stage("load")
     with trace.range("load"):
         loaded = load_model(request.model, dtype=dtype_of(request.dtype, device), device=device)
     turns = _encode(loaded, request)
     sampling = sampling.stopping_at(stop_tokens_of(loaded.model, loaded.tokenizer))
-    engine = _engine(loaded, request, turns, trace)
+    engine = fitted_engine(
+        loaded,
+        request.config,
+        [len(turn) for turn in turns],
+        request.max_new_tokens,
+        trace,
+        caches=2 if request.verify else 1,  # the full cache stands beside the compacted one
+        memory_limit=request.memory_limit,
+    )
     answer = _answer(engine, turns, sampling, progress)
     report = _generation(request, loaded, turns, answer, engine).report()
     seconds = trace.seconds()  # before the verification scores and compacts once more
@@ -70,19 +81,6 @@ def _encode(loaded: LoadedModel, request: GenerateRequest) -> Turns:
             "--allow-extrapolation to run it all the same."
         )
     return turns
-
-
-def _engine(loaded: LoadedModel, request: GenerateRequest, turns: Turns, trace: Trace) -> Engine:
-    prompt = sum(map(len, turns))
-    rows = prompt + request.max_new_tokens
-    caches = 2 if request.verify else 1  # the full cache stands beside the compacted one
-    config = settled(request.config)
-    scratch = scratch_rows(config, loaded.encoder, [len(turn) for turn in turns])
-    cache = caches * pool_bytes(loaded, rows, config.page_size) + pool_bytes(loaded, scratch, config.page_size)
-    needed = cache + activation_bytes(loaded, prompt, config)
-    require_memory(needed, loaded.model.device, request.memory_limit, caches=caches)
-    pool = make_pool(loaded, rows, config.page_size, caches=caches, scratch=scratch)
-    return Engine(loaded, config, pool, trace)
 
 
 def _answer(engine: Engine, turns: Turns, sampling: SamplingParams, progress: Progress) -> Request:

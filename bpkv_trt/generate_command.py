@@ -62,6 +62,7 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--allow-extrapolation", action="store_true", help="run past the positions the model knows")
     run.add_argument("--verify", action="store_true", help="also run the full cache and report future KL and agreement")
     run.add_argument("--json", type=file_path, metavar="OUT", help="write the whole report there")
+    run.add_argument("--trace", type=file_path, metavar="OUT", help="write when each range ran, in Chrome's format")
     what = "what to keep (of an engine: in place of what it was built with)"
     add_config_options(parser.add_argument_group(what))
     parser.set_defaults(run=lambda options: _generate(options, parser))
@@ -131,15 +132,18 @@ def _on_engine(options: argparse.Namespace, parser: argparse.ArgumentParser) -> 
 
 
 def _asked(options: argparse.Namespace) -> dict[str, Any]:
-    own = ("question", "raw", "max_new_tokens", "temperature", "top_p")
+    own = ("question", "raw", "max_new_tokens", "temperature", "top_p", "trace")
     return {"prompt": read_prompt(options.prompt_file)} | {name: getattr(options, name) for name in own}
 
 
 def _check_destination(options: argparse.Namespace, others: Mapping[str, Any]) -> None:
     """others: files that are read too, by the option that names them."""
-    if options.json is not None:
-        inputs = {"prompt_file": options.prompt_file, "config": options.config, **others}
-        check_destination(options.json, [(_flag(name), path) for name, path in inputs.items()])
+    inputs = {"prompt_file": options.prompt_file, "config": options.config, **others}
+    for name in ("json", "trace"):
+        if (output := getattr(options, name)) is not None:
+            check_destination(output, [(_flag(of), path) for of, path in inputs.items()], flag=_flag(name))
+    if options.trace is not None and options.json is not None and options.trace.resolve() == options.json.resolve():
+        raise InputError(f"--trace and --json are both {options.json}; give them different names.")
 
 
 def _flag(name: str) -> str:

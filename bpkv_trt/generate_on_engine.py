@@ -13,6 +13,7 @@ from bpkv_trt.progress import Progress
 from bpkv_trt.request import EngineRequest
 from bpkv_trt.runtime.engine_runner import EngineRunner
 from bpkv_trt.runtime.sampling import SamplingParams
+from bpkv_trt.trace_file import traced
 
 
 def run_generate_on_engine(request: EngineRequest, progress: Progress) -> tuple[BpkvConfig, dict[str, Any]]:
@@ -20,7 +21,11 @@ def run_generate_on_engine(request: EngineRequest, progress: Progress) -> tuple[
 
     Raises a BpkvError before the prompt is run where prompt, tokenizer, engine and options do not go together.
     """
-    trace = Trace(synchronize=torch.cuda.synchronize if torch.cuda.is_available() else None)
+    with traced(request.trace, torch.cuda.synchronize if torch.cuda.is_available() else None) as trace:
+        return _run(request, progress, trace)
+
+
+def _run(request: EngineRequest, progress: Progress, trace: Trace) -> tuple[BpkvConfig, dict[str, Any]]:
     sampling = SamplingParams(request.max_new_tokens, request.temperature, request.top_p)
     progress.stage("load")
     with trace.range("load"):

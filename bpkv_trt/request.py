@@ -22,6 +22,7 @@ class PromptRequest:
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_p: float = 1.0
+    trace: Path | None = None  # where to write when every range ran
 
 
 @dataclass(frozen=True, kw_only=True)

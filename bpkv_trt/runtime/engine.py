@@ -56,6 +56,7 @@ class Engine:
         if table is not None:
             table.check(traits.layers, traits.kv_heads, config.scope)
         self.trace = trace or Trace()
+        self.trace.cache_bytes = lambda: pool.live_pages * pool.page_bytes
         assert host is None or host.pool is pool
         self.host = host or TorchHost(loaded, pool, replayed=0)
         self.host.keep_for_replay(max(replayed, config.replayed_positions))

@@ -206,3 +206,11 @@ def test_without_tensorrt_llm_it_is_told(place, prompt):
     done = subprocess.run([*run, *map(str, command)], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert "bpkv: TensorRT-LLM is not installed, and engines are run by its session: install it beside" in done.stderr
+
+
+def test_a_trace_has_every_range_of_the_session(place, prompt, tmp_path):
+    engine = on_engine(place, prompt, "--raw", "--trace", tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    for name, seconds in engine["timings_s"].items():
+        ranges = [event["dur"] for event in events if event["ph"] == "X" and event["name"] == name]
+        assert sum(ranges) / 1e6 == pytest.approx(seconds, rel=1e-6), name
