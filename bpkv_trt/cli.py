@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what of this machine can be used, and what to do about the rest")
     doctor.add_argument("--json", type=file_path, metavar="OUT", help="also write the findings there")
     doctor.add_argument("--engine-dir", type=file_path, metavar="DIR", help="also look at the engine in this folder")
+    doctor.add_argument("--plugin-lib", type=file_path, metavar="L", help="the plugin library, if not found")
     doctor.set_defaults(run=_doctor)
     return parser
 
@@ -80,8 +81,8 @@ def _layer_table(options: argparse.Namespace) -> None:
 
 def _doctor(options: argparse.Namespace) -> None:
     if options.json is not None:
-        check_destination(options.json)
-    findings = examine(options.engine_dir)
+        check_destination(options.json, [("--plugin-lib", options.plugin_lib)])
+    findings = examine(options.engine_dir, options.plugin_lib)
     found = [vars(finding) for finding in findings]
     content = {"schema_version": SCHEMA_VERSION, "versions": library_versions(), "findings": found}
     deliver(lambda: print_findings(findings, Console()), options.json, content)

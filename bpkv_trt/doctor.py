@@ -48,8 +48,11 @@ class Finding:
     advice: str = ""
 
 
-def examine(engine: Path | None = None) -> list[Finding]:
-    """Look at everything, and at an engine's folder if one is named; as long as the slowest package takes to import."""
+def examine(engine: Path | None = None, plugin_lib: Path | None = None) -> list[Finding]:
+    """Look at everything, and at an engine's folder if one is named; as long as the slowest package takes to import.
+
+    plugin_lib: by default as `PluginLibrary.find` looks for it.
+    """
     checks: list[Callable[[], Finding]] = [
         _python,
         _memory,
@@ -82,7 +85,7 @@ def examine(engine: Path | None = None) -> list[Finding]:
             "assert v.startswith(('1.0', '1.1', '1.2')), f'{v}: engines need TensorRT-LLM 1.0 to 1.2'",
             "pip install 'tensorrt-llm>=1.0,<1.3' beside an NVIDIA GPU; needed only to build and run engines",
         ),
-        _plugin_library,
+        partial(_plugin_library, plugin_lib),
         _build_tools,
         *(
             partial(_package, name, package, f"pip install --no-deps {package}; {use}")
@@ -91,7 +94,7 @@ def examine(engine: Path | None = None) -> list[Finding]:
         _tritonserver,
     ]
     if engine is not None:
-        checks.append(partial(engine_finding, engine))
+        checks.append(partial(engine_finding, engine, plugin_lib))
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         return list(pool.map(lambda check: check(), checks))
 
@@ -190,12 +193,12 @@ def _tensorrt() -> Finding:
     return _probe("TensorRT", advice, sys.executable, "-c", snippet)
 
 
-def _plugin_library() -> Finding:
+def _plugin_library(chosen: Path | None) -> Finding:
     from bpkv_trt.trtllm.plugin_library import PluginLibrary, locate
 
     name, advice = "plugin library", "needed only to build and run engines"
     try:
-        path = locate()
+        path = locate(chosen)
     except InputError as error:
         return Finding(name, "missing", str(error), advice)
     try:
@@ -207,15 +210,19 @@ def _plugin_library() -> Finding:
     return _probe(name, advice, sys.executable, "-c", snippet)
 
 
-def engine_finding(folder: Path) -> Finding:
+def engine_finding(folder: Path, plugin_lib: Path | None = None) -> Finding:
     """Whether the engine is the one that its sidecar tells of, and goes with the plugin library, TensorRT, TensorRT-LLM
     and the GPU here."""
     name = "engine"
+    if os.path.isfile(folder):
+        return Finding(
+            name, "broken", f"{folder} is a file; give the engine's folder, {folder.parent}, to --engine-dir"
+        )
     try:
         from bpkv_trt.trtllm.plugin_library import PluginLibrary
         from bpkv_trt.trtllm.sidecar import EngineSidecar
 
-        sidecar, library, present = EngineSidecar.read(folder), PluginLibrary.find(), _engine_versions()
+        sidecar, library, present = EngineSidecar.read(folder), PluginLibrary.find(plugin_lib), _engine_versions()
         sidecar.check_library(library)
         sidecar.check_versions(present)
         library.check_tensorrt(present.get("tensorrt", library.sidecar.tensorrt))

@@ -148,9 +148,10 @@ class EngineSettings(BaseModel):
             )
         if config.scoring_positions > (most := self.config.scoring_positions):
             raise ConfigError(
-                f"regime is {','.join(config.regime)}, in which a compaction goes by {config.scoring_positions} "
-                f"positions (positions and defer), and the engine was built for at most {most}: give fewer, or build "
-                "another engine."
+                f"regime is {(regime := ','.join(config.regime))}, in which a compaction goes by positions + defer, "
+                f"{config.positions} + {config.defer}, and the engine has kernels for at most {most} together: give "
+                f"fewer positions or a smaller defer, or build an engine with --bpkv_regime {regime} --bpkv_defer "
+                f"{config.defer}."
             )
         return config
 

@@ -64,7 +64,7 @@ def test_a_reader_that_has_gone_loses_no_report(tmp_path: Path) -> None:
     os.close(reader)
     program = (
         "import sys, bpkv_trt.cli as cli; from bpkv_trt.doctor import Finding\n"
-        "cli.examine = lambda engine: [Finding('Python', 'ok', 'works')]\n"
+        "cli.examine = lambda *named: [Finding('Python', 'ok', 'works')]\n"
         "sys.exit(cli.main(['doctor', '--json', 'out.json']))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
