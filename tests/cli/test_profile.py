@@ -31,9 +31,9 @@ if sys.argv[1] == "profile":
     print("Generating a report")
     command = sys.argv[sys.argv.index("{python}"):]
     status = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
-    if status == 0:
+    if status == 0 and {reports}:
         pathlib.Path(options["--output"] + ".nsys-rep").write_bytes(b"report")
-    sys.exit(status)
+    sys.exit(status or {status})
 from tests.latency.nsys_export import Launch, Range, write_export
 database = pathlib.Path(options["--output"])
 events = json.loads(database.with_name("trace.json").read_text())["traceEvents"]
@@ -65,10 +65,12 @@ def profile(tmp_path: Path) -> Path:
     return path
 
 
-def bring_nsys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, domain: str = "bpkv") -> Path:
+def bring_nsys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, domain: str = "bpkv", reports: bool = True, status: int = 0
+) -> Path:
     program = tmp_path / "bin" / "nsys"
     program.parent.mkdir()
-    program.write_text(NSYS.format(python=sys.executable, root=ROOT, domain=domain))
+    program.write_text(NSYS.format(python=sys.executable, root=ROOT, domain=domain, reports=reports, status=status))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent))
     return program
@@ -204,6 +206,20 @@ def test_a_session_that_fails_under_nsys_is_told(
     assert "no-model" in first, "what the session itself was refused with"
     assert "ended with status 2 without the file trace.nsys-rep" in last and "out/nsys.log" in last
     assert (tmp_path / "out" / "nsys.log").read_text() == "Generating a report\n"
+
+
+@pytest.mark.parametrize(
+    ("reports", "status", "words"),
+    [(False, 0, "status 0 without the file trace.nsys-rep"), (True, 3, "status 3 with the file trace.nsys-rep")],
+)
+def test_an_nsys_that_records_nothing_or_fails_is_told(
+    profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+    reports: bool, status: int, words: str,
+) -> None:  # fmt: skip
+    bring_nsys(tmp_path, monkeypatch, reports=reports, status=status)
+    assert main(["profile", "run", str(profile), "--output", "out"]) == 2
+    assert words in capfd.readouterr().err
+    assert (tmp_path / "out" / "trace.json").exists(), "what the session itself recorded stays"
 
 
 def test_what_cannot_be_run_is_refused_before_the_model_is_loaded(
