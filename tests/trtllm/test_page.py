@@ -13,6 +13,7 @@ import pytest
 from bpkv_trt.cli import main
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.generate_command import NOT_OF_ENGINES
+from bpkv_trt.kernels.aot import TARGETS
 from bpkv_trt.trtllm.settings import ONLY
 from build_scripts.recall_text import recall_prompt
 from tests.trtllm.build_place import ROOT, BuildPlace, save_library
@@ -48,7 +49,7 @@ BUILD = [command for command in SHELL if command not in GENERATE]
 
 def test_every_block_says_whether_it_was_tried():
     assert all(block.mark.startswith(MARKS) and block.language in ("sh", "python") for block in blocks())
-    assert len(TRIED) == 8 and len(GENERATE) == 2 and len(BUILD) == 7
+    assert len(TRIED) == 9 and len(GENERATE) == 2 and len(BUILD) == 8
     for block in blocks():
         if block.mark.startswith("run by tests/"):
             source = (ROOT / block.mark.removeprefix("run by ")).read_text()
@@ -71,6 +72,7 @@ def test_the_commands_that_build(tmp_path):
     assert "engine: ok: engine, kernels for 90a, and no GPU here" in done.stdout, done.stdout
     told = place.engine(0, "engine")["told"]
     assert told[told.index("--max_num_tokens") + 1] == "32768"
+    assert "context manager" in (tmp_path / "prompt.txt").read_text(), "what the question is about"
     files = {path.name for path in (tmp_path / "engine").iterdir()}
     assert {name for name in files if f"`{name}`" in PAGE.read_text()} == files
 
@@ -139,6 +141,11 @@ def test_what_the_page_says_of_options_is_so():
     table = text.partition("## What cannot be combined")[2].partition("## Memory")[0]
     shown = set(re.findall(r"`--([\w-]+)", table)) | {"policy"}  # which it calls by name
     assert shown == refused
+
+
+def test_the_table_of_targets_has_them_all():
+    shown = re.findall(r"^  \| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)
+    assert shown == list(TARGETS)
 
 
 def test_links_lead_somewhere():
