@@ -59,7 +59,7 @@ python=${PYTHON:-python3}
 export PYTHONPATH="$clone${PYTHONPATH:+:$PYTHONPATH}"
 # What no conversion could read is refused before the library is built.
 [[ (-n $checkpoint && -f $checkpoint/config.json) || -f $model/config.json ]] ||
-  fail "the model '$model' has no config.json; check the path; --model takes the folder of a Hugging Face model, and no id."
+  fail "the model '$model' has no config.json; check the path, which is the folder of a Hugging Face model, and no id."
 work=''
 trap 'if [[ -n $work ]]; then rm -rf "$work"; fi' EXIT
 trap 'exit 130' INT
