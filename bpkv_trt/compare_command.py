@@ -12,6 +12,7 @@ from bpkv_trt.documents import check_destination, check_directory, usable_cores
 from bpkv_trt.errors import ConfigError
 from bpkv_trt.options import MODEL_HELP, add_config_options, add_placement_options, config_from, file_path, importing
 from bpkv_trt.progress import progress_on
+from bpkv_trt.text_table import aligned
 
 COLUMNS = {
     **{name: (name, "") for name in ("task", "regime", "budget", "contender")},
@@ -104,15 +105,7 @@ def _compare(options: argparse.Namespace) -> None:
 def report_lines(document: dict[str, Any]) -> list[str]:
     """One line per row of the comparison, in columns without spaces in them, then what was left out, and why."""
     table = [list(COLUMNS), *([_shown(row, *column) for column in COLUMNS.values()] for row in document["rows"])]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    texts = sum(not form for _, form in COLUMNS.values())
-    lines = [
-        "  ".join(
-            cell.ljust(width) if place < texts else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in table
-    ]
+    lines = aligned(table, texts=sum(not form for _, form in COLUMNS.values()))
     if reasons := dict.fromkeys(each["skipped"] for each in document["skipped"]):
         lines.append(f"{len(document['skipped'])} samples skipped: {' '.join(reasons)}")
     if len(document["commits"]) > 1:

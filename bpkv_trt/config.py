@@ -2,9 +2,7 @@
 
 import difflib
 import re
-import textwrap
-from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -22,15 +20,12 @@ from pydantic import (
 
 from bpkv_trt.core.budget import Budget, Scope
 from bpkv_trt.errors import ConfigError, quoted
-from bpkv_trt.input_file import read_file
+from bpkv_trt.yaml_file import yaml_mapping
 
 Regime = Literal["prefill", "deferred", "generation"]
 Preset = Literal["default", "paper"]
-_PLAIN_NUMBER = re.compile(r"[-+]?((0|[1-9][0-9]{0,30})(\.[0-9]*)?|\.[0-9]+)(e[-+]?[0-9]+)?|[-+]?\.(inf|nan)", re.I)
 _UNITS = {unit.lower(): unit for unit in ("kB", "MB", "GB", "KiB", "MiB", "GiB", "t")}
 _UNIT = re.compile(r"([kmg]i?b|t)$", re.I)
-DEEPEST = 4  # brackets within one another; no option takes more than one list
-LARGEST_CONFIG = 1 << 20  # bytes
 SENTENCES = 5  # of mistakes told at once
 PROBES = 64  # over all scoring positions, where nothing is said of each
 POOLING = 5  # rows, where nothing is said and nothing was rehearsed
@@ -81,46 +76,6 @@ def _path(value: object) -> object:
 
 BudgetField = Annotated[Budget, BeforeValidator(_budget), PlainSerializer(str, return_type=str)]
 Regimes = Annotated[tuple[Regime, ...], BeforeValidator(_regimes)]
-
-
-class _PlainYaml(yaml.SafeLoader):
-    """YAML that says what it seems to say: PyYAML would take the last of two equal keys, 010 for 8 and 1:30 for 90.
-
-    A flat mapping has no use for aliases, of which a few nested lines stand for millions of values, nor for tags.
-    """
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()  # type: ignore[no-untyped-call]
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None) is not None:
-            raise _unclear("aliases (*) and tags (!) are not taken here", event)
-        return super().compose_node(parent, index)
-
-    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
-        """Refused here, since what PyYAML does with open brackets grows with the square of their number."""
-        if self.flow_level == DEEPEST:
-            raise yaml.scanner.ScannerError(problem="brackets are nested too deeply", problem_mark=self.get_mark())
-        super().fetch_flow_collection_start(token)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        counts = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
-        if twice := [key for key, count in counts.items() if count > 1]:
-            raise _unclear(f"{twice[0]:.100} is given twice", node)
-        return super().construct_mapping(node, deep)
-
-    def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        """One that no other notation than the decimal one would read otherwise."""
-        if not _PLAIN_NUMBER.fullmatch(node.value):
-            raise _unclear(f"{quoted(node.value)} is not a plain number: write it in decimal digits", node)
-        integer = node.tag == "tag:yaml.org,2002:int"
-        return int(self.construct_yaml_int(node)) if integer else float(self.construct_yaml_float(node))
-
-
-for _tag in ("int", "float"):
-    _PlainYaml.add_constructor(f"tag:yaml.org,2002:{_tag}", _PlainYaml.construct_number)
-
-
-def _unclear(problem: str, place: Any) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
 
 
 class BpkvConfig(BaseModel):
@@ -210,7 +165,7 @@ class BpkvConfig(BaseModel):
         try:
             super().__init__(**options)
         except ValidationError as error:
-            raise ConfigError(_paragraph(error)) from None
+            raise ConfigError(paragraph(error, type(self).model_fields)) from None
 
     @model_validator(mode="after")
     def _consistent(self) -> "BpkvConfig":
@@ -299,20 +254,16 @@ class BpkvConfig(BaseModel):
     @classmethod
     def from_yaml(cls, path: Path | str, **overrides: Any) -> "BpkvConfig":
         """Read options from a YAML mapping; `overrides` win over the file. Raises ConfigError."""
-        content = read_file(Path(path), LARGEST_CONFIG, "configuration", "--config", ConfigError)
+        options = cls.options_in(path)
         try:
-            options = yaml.load(content.decode("utf-8-sig"), _PlainYaml)
-        except UnicodeDecodeError:
-            raise ConfigError(f"The configuration {path} is not UTF-8 text; give a YAML file.") from None
-        except (yaml.YAMLError, ValueError, RecursionError) as error:  # PyYAML lets through that a date has no 31st
-            problem = textwrap.shorten(str(error), 400, placeholder=" ...")
-            raise ConfigError(f"The configuration {path} is not valid YAML: {problem}. Correct it there.") from None
-        if not isinstance(options, dict | None):
-            raise ConfigError(f"The configuration {path} is not a mapping; write lines such as budget: 0.2.")
-        try:
-            return cls(**{**{str(name): value for name, value in (options or {}).items()}, **overrides})
+            return cls(**{**options, **overrides})
         except ConfigError as error:
             raise ConfigError(f"In the configuration {path}: {error}") from None
+
+    @staticmethod
+    def options_in(path: Path | str) -> dict[str, Any]:
+        """The options of a YAML mapping by name, yet to be validated. Raises ConfigError where it is none."""
+        return yaml_mapping(Path(path), "configuration", "--config", "budget: 0.2")
 
     def to_yaml(self) -> str:
         """YAML that `from_yaml` reads back to an equal configuration: the options that were given.
@@ -322,21 +273,20 @@ class BpkvConfig(BaseModel):
         return str(yaml.safe_dump(self.model_dump(mode="json", exclude_unset=True), sort_keys=False))
 
 
-def _paragraph(error: ValidationError) -> str:
-    """One sentence per invalid option, in place of pydantic's listing."""
+def paragraph(error: ValidationError, options: Collection[str]) -> str:
+    """One sentence per invalid option, in place of pydantic's listing; `options` are those that there are."""
     sentences = []
     for problem in error.errors(include_url=False):
         name = ".".join(map(str, problem["loc"]))
         if problem["type"] == "extra_forbidden":
-            sentences.append(_no_option(name))
+            sentences.append(_no_option(name, options))
         else:
             rule = problem["msg"][0].lower() + problem["msg"][1:]
             sentences.append(f"{name} is {quoted(problem['input'])}: {rule}.")
     return " ".join(sentences[:SENTENCES])
 
 
-def _no_option(name: str) -> str:
-    options = list(BpkvConfig.model_fields)
+def _no_option(name: str, options: Collection[str]) -> str:
     if near := difflib.get_close_matches(name[:100].replace("-", "_").lower(), options, n=1):
         return f"{name:.100} is not an option; did you mean {near[0]}?"
     return f"{name:.100} is not an option; the options are {', '.join(options)}."

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -47,8 +48,11 @@ class Finding:
     advice: str = ""
 
 
-def examine(engine: Path | None = None) -> list[Finding]:
-    """Look at everything, and at an engine's folder if one is named; as long as the slowest package takes to import."""
+def examine(engine: Path | None = None, plugin_lib: Path | None = None) -> list[Finding]:
+    """Look at everything, and at an engine's folder if one is named; as long as the slowest package takes to import.
+
+    plugin_lib: by default as `PluginLibrary.find` looks for it.
+    """
     checks: list[Callable[[], Finding]] = [
         _python,
         _memory,
@@ -81,7 +85,7 @@ def examine(engine: Path | None = None) -> list[Finding]:
             "assert v.startswith(('1.0', '1.1', '1.2')), f'{v}: engines need TensorRT-LLM 1.0 to 1.2'",
             "pip install 'tensorrt-llm>=1.0,<1.3' beside an NVIDIA GPU; needed only to build and run engines",
         ),
-        _plugin_library,
+        partial(_plugin_library, plugin_lib),
         _build_tools,
         *(
             partial(_package, name, package, f"pip install --no-deps {package}; {use}")
@@ -90,7 +94,7 @@ def examine(engine: Path | None = None) -> list[Finding]:
         _tritonserver,
     ]
     if engine is not None:
-        checks.append(partial(engine_finding, engine))
+        checks.append(partial(engine_finding, engine, plugin_lib))
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         return list(pool.map(lambda check: check(), checks))
 
@@ -189,12 +193,12 @@ def _tensorrt() -> Finding:
     return _probe("TensorRT", advice, sys.executable, "-c", snippet)
 
 
-def _plugin_library() -> Finding:
+def _plugin_library(chosen: Path | None) -> Finding:
     from bpkv_trt.trtllm.plugin_library import PluginLibrary, locate
 
     name, advice = "plugin library", "needed only to build and run engines"
     try:
-        path = locate()
+        path = locate(chosen)
     except InputError as error:
         return Finding(name, "missing", str(error), advice)
     try:
@@ -206,32 +210,51 @@ def _plugin_library() -> Finding:
     return _probe(name, advice, sys.executable, "-c", snippet)
 
 
-def engine_finding(folder: Path) -> Finding:
-    """Whether the engine is the one that its sidecar tells of, and goes with the plugin library and TensorRT here."""
+def engine_finding(folder: Path, plugin_lib: Path | None = None) -> Finding:
+    """Whether the engine is the one that its sidecar tells of, and goes with the plugin library, TensorRT, TensorRT-LLM
+    and the GPU here."""
     name = "engine"
+    if os.path.isfile(folder):
+        return Finding(
+            name, "broken", f"{folder} is a file; give the engine's folder, {folder.parent}, to --engine-dir"
+        )
     try:
         from bpkv_trt.trtllm.plugin_library import PluginLibrary
         from bpkv_trt.trtllm.sidecar import EngineSidecar
 
-        sidecar = EngineSidecar.read(folder)
-        sidecar.check_library(PluginLibrary.find())
+        sidecar, library, present = EngineSidecar.read(folder), PluginLibrary.find(plugin_lib), _engine_versions()
+        sidecar.check_library(library)
+        sidecar.check_versions(present)
+        library.check_tensorrt(present.get("tensorrt", library.sidecar.tensorrt))
+        capability = _compute_capability()
+        if capability is not None:
+            sidecar.settings.check_gpu(capability)
     except ImportError as error:
         return Finding(name, "broken", f"cannot be looked at without {error.name}", "pip install 'bpkv-trt[kernels]'")
     except BpkvError as error:
         return Finding(name, "broken", str(error))
-    differing = []
+    kernels = f"kernels for {', '.join(sidecar.settings.targets)}"
+    gpu = "and no GPU here that could run them" if capability is None else "which the GPU here runs"
+    return Finding(name, "ok", f"{folder}, {kernels}, {gpu}")
+
+
+def _engine_versions() -> dict[str, str]:
+    """Of the packages that engines are bound to, where they are installed."""
+    present = {}
     for package in ("tensorrt", "tensorrt_llm"):
-        built = sidecar.versions.get(package)
-        try:
-            if built is not None and version(package) != built:
-                differing.append(f"{package} {built}, here {version(package)}")
-        except PackageNotFoundError:
-            differing.append(f"{package} {built}, and here is none")
-    if differing:
-        return Finding(
-            name, "broken", f"built with {'; '.join(differing)}", "run it where it was built, or build it again"
-        )
-    return Finding(name, "ok", f"{folder}, kernels for {', '.join(sidecar.settings.targets)}")
+        with suppress(PackageNotFoundError):
+            present[package] = version(package)
+    return present
+
+
+def _compute_capability() -> tuple[int, int] | None:
+    """Of the first GPU; None where PyTorch sees none."""
+    if find_spec("torch") is None:
+        return None
+    snippet = "import torch; print(*torch.cuda.get_device_capability(0))"
+    finding = _probe("compute capability", "", sys.executable, "-c", snippet)
+    numbers = finding.detail.split()
+    return (int(numbers[0]), int(numbers[1])) if finding.status == "ok" else None
 
 
 def _build_tools() -> Finding:

@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -136,12 +136,14 @@ def _same_file(one: Path, other: Path) -> bool:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file is a document that some run of ours left."""
+    """Whether a file is a report that some run of ours left; what has a checksum of its own belongs to an engine."""
     try:
         found = json.loads(read_file(path, LARGEST_REPORT, "output", "it"))
     except (InputError, ValueError, RecursionError):
         return False
-    versions = found.get("versions") if isinstance(found, dict) and "schema_version" in found else None
+    if not isinstance(found, dict) or "schema_version" not in found or "checksum" in found:
+        return False
+    versions = found.get("versions")
     return isinstance(versions, dict) and "bpkv_trt" in versions
 
 
@@ -161,6 +163,15 @@ def check_directory(path: Path) -> None:
         raise InputError(
             f"The directory {place} cannot be written to ({error.strerror}); choose another one."
         ) from None
+
+
+def deliver(show: Callable[[], None], path: Path | None, content: dict[str, Any]) -> None:
+    """Neither a full disk loses what is printed, nor a reader of our output that has gone what is written."""
+    try:
+        show()
+    finally:
+        if path is not None:
+            write_json(path, content)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The main job, `bpkv generate`: run a long prompt, compact its cache, answer, and report what was kept."""
+"""The main job, `bpkv generate --model`: run a long prompt, compact its cache, answer, and report what was kept."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -8,18 +8,18 @@ import torch
 
 from bpkv_trt.errors import ConfigError, InputError
 from bpkv_trt.evaluation.verify import verify
+from bpkv_trt.generation_report import Generation
 from bpkv_trt.models.loading import LoadedModel, load_model
 from bpkv_trt.models.placement import device_of, dtype_of
-from bpkv_trt.models.stop_tokens import stop_tokens
-from bpkv_trt.policies.registry import settled
+from bpkv_trt.models.stop_tokens import stop_tokens_of
 from bpkv_trt.profiling import Trace
 from bpkv_trt.progress import Progress
 from bpkv_trt.request import GenerateRequest
-from bpkv_trt.runtime.engine import Engine, make_pool
+from bpkv_trt.runtime.engine import Engine
+from bpkv_trt.runtime.fitted_engine import fitted_engine
 from bpkv_trt.runtime.generator import Generator, Request
-from bpkv_trt.runtime.memory import activation_bytes, pool_bytes, require_memory
 from bpkv_trt.runtime.sampling import SamplingParams
-from bpkv_trt.runtime.scratch import scratch_rows
+from bpkv_trt.trace_file import traced
 
 Turns = Sequence[Sequence[int]]
 
@@ -31,16 +31,28 @@ def run_generate(request: GenerateRequest, progress: Progress) -> dict[str, Any]
     """
     _check_regime(request)
     device = device_of(request.device)
-    trace = Trace(synchronize=torch.cuda.synchronize if device == "cuda" else None)
+    with traced(request.trace, torch.cuda.synchronize if device == "cuda" else None) as trace:
+        return _run(request, progress, trace, device)
+
+
+def _run(request: GenerateRequest, progress: Progress, trace: Trace, device: str) -> dict[str, Any]:
     sampling = SamplingParams(request.max_new_tokens, request.temperature, request.top_p, request.config.seed)
     progress.stage("load")
     with trace.range("load"):
         loaded = load_model(request.model, dtype=dtype_of(request.dtype, device), device=device)
     turns = _encode(loaded, request)
-    sampling = sampling.stopping_at(stop_tokens(loaded.model, loaded.tokenizer))
-    engine = _engine(loaded, request, turns, trace)
+    sampling = sampling.stopping_at(stop_tokens_of(loaded.model, loaded.tokenizer))
+    engine = fitted_engine(
+        loaded,
+        request.config,
+        [len(turn) for turn in turns],
+        request.max_new_tokens,
+        trace,
+        caches=2 if request.verify else 1,  # the full cache stands beside the compacted one
+        memory_limit=request.memory_limit,
+    )
     answer = _answer(engine, turns, sampling, progress)
-    report = _report(request, loaded, turns, answer, engine)
+    report = _generation(request, loaded, turns, answer, engine).report()
     seconds = trace.seconds()  # before the verification scores and compacts once more
     if request.verify:
         progress.stage("verify", request.max_new_tokens)
@@ -71,19 +83,6 @@ def _encode(loaded: LoadedModel, request: GenerateRequest) -> Turns:
     return turns
 
 
-def _engine(loaded: LoadedModel, request: GenerateRequest, turns: Turns, trace: Trace) -> Engine:
-    prompt = sum(map(len, turns))
-    rows = prompt + request.max_new_tokens
-    caches = 2 if request.verify else 1  # the full cache stands beside the compacted one
-    config = settled(request.config)
-    scratch = scratch_rows(config, loaded.encoder, [len(turn) for turn in turns])
-    cache = caches * pool_bytes(loaded, rows, config.page_size) + pool_bytes(loaded, scratch, config.page_size)
-    needed = cache + activation_bytes(loaded, prompt, config)
-    require_memory(needed, loaded.model.device, request.memory_limit, caches=caches)
-    pool = make_pool(loaded, rows, config.page_size, caches=caches, scratch=scratch)
-    return Engine(loaded, config, pool, trace)
-
-
 def _answer(engine: Engine, turns: Turns, sampling: SamplingParams, progress: Progress) -> Request:
     generator = Generator(engine)
     answer = generator.add(turns, sampling)
@@ -92,41 +91,20 @@ def _answer(engine: Engine, turns: Turns, sampling: SamplingParams, progress: Pr
     return answer
 
 
-def _report(
+def _generation(
     request: GenerateRequest, loaded: LoadedModel, turns: Turns, answer: Request, engine: Engine
-) -> dict[str, Any]:
-    config = engine.compactor.config
-    of_prompt = [event for event in answer.events if event.regime != "generation"]
-    main = of_prompt[0] if of_prompt else answer.events[-1]
-    budget = config.budget if of_prompt else config.generation_budget
-    return {
-        "text": loaded.tokenizer.decode(answer.generated, skip_special_tokens=True),
-        "model": request.model,
-        "prompt_tokens": sum(map(len, turns)),
-        "generated_tokens": len(answer.generated),
-        "policy": config.policy,
-        "regime": list(config.regime),
-        "scope": config.scope,
-        "readout": config.readout,
-        "budget": {
-            "requested": str(budget),
-            "entries_total": main.entries_before,
-            "entries_kept": main.entries_after,
-            "fraction": main.entries_after / main.entries_before if main.entries_before else 1.0,
-            "clamped": main.clamped,
-        },
-        "pool": {
-            "page_size": config.page_size,
-            "bytes_before": main.bytes_before,
-            "bytes_after": main.bytes_after,
-            "pages_freed": main.pages_freed,
-        },
-        "events": [asdict(event) for event in answer.events],
-        "notes": _notes(request, loaded, turns),
-    }
+) -> Generation:
+    return Generation(
+        text=loaded.encoder.decode(answer.generated),
+        model=request.model,
+        prompt_tokens=sum(map(len, turns)),
+        generated_tokens=len(answer.generated),
+        config=engine.compactor.config,
+        events=answer.events,
+        notes=_notes(request, loaded, turns),
+    )
 
 
 def _notes(request: GenerateRequest, loaded: LoadedModel, turns: Turns) -> list[str]:
-    """What holds for the whole run; what holds for one compaction is told by its event."""
     positions, known = sum(map(len, turns)) + request.max_new_tokens, loaded.traits.max_positions
     return [f"run up to position {positions} of a model that knows {known}"] if positions > known else []

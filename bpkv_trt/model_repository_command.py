@@ -57,10 +57,10 @@ def _model_repository(options: argparse.Namespace) -> None:
         limits["pool_bytes"] = parse_bytes(options.pool_size, "--pool-size")
     settings = ServingSettings(options.model, _rooted(config), dtype=options.dtype, device=options.device, **limits)
     with importing("model-repository"):
-        from bpkv_trt.models.loading import model_source
+        from bpkv_trt.models.source import ModelSource
         from bpkv_trt.policies.registry import refuse_idle, settled
     refuse_idle(config.model_fields_set, [settled(config)])
-    model_source(options.model)
+    ModelSource(options.model).find()
     folder = write_repository(options.output, _placed(settings))
     Console().print(f"Wrote {folder}. Start a server on it with runtime/launch.sh {options.output}", soft_wrap=True)
 

@@ -73,8 +73,7 @@ def config_from(options: argparse.Namespace, without: Collection[str] = ()) -> B
 
     Fields named in `without` mean something else to the command, so that a file that has them is refused.
     """
-    names = BpkvConfig.model_fields.keys() - set(without)
-    given = {name: value for name, value in vars(options).items() if name in names}
+    given = _given(options, without)
     config = BpkvConfig(**given) if options.config is None else BpkvConfig.from_yaml(options.config, **given)
     if others := [name for name in without if name in config.model_fields_set]:
         raise ConfigError(
@@ -84,6 +83,17 @@ def config_from(options: argparse.Namespace, without: Collection[str] = ()) -> B
     if config.layer_table is not None:
         ScoreTable.load(config.layer_table)  # refused now, not after the model has been loaded
     return config
+
+
+def given_options(options: argparse.Namespace) -> dict[str, Any]:
+    """What was given of a configuration, YAML file first, yet to be validated beside what it is put in place of."""
+    in_file = {} if options.config is None else BpkvConfig.options_in(options.config)
+    return in_file | _given(options)
+
+
+def _given(options: argparse.Namespace, without: Collection[str] = ()) -> dict[str, Any]:
+    names = BpkvConfig.model_fields.keys() - set(without)
+    return {name: value for name, value in vars(options).items() if name in names}
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """One run of `bpkv generate`, as everything that can be known before a model is loaded."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import InputError
@@ -10,24 +12,42 @@ from bpkv_trt.input_file import read_file
 LARGEST_PROMPT = 64 << 20  # bytes; some 16 million tokens
 
 
-@dataclass(frozen=True)
-class GenerateRequest:
-    """What to run and how; `config` says what is kept of the cache and seeds sampling."""
+@dataclass(frozen=True, kw_only=True)
+class PromptRequest:
+    """What is asked, and how it is answered."""
 
-    model: str  # Hugging Face directory or id, GGUF file, or a name of the catalogue such as smollm2
     prompt: str
-    config: BpkvConfig
     question: str | None = None  # put after the prompt before it is compacted
-    question_after: str | None = None  # asked of the compacted cache
     raw: bool = False  # no chat template
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_p: float = 1.0
+    trace: Path | None = None  # where to write when every range ran
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest(PromptRequest):
+    """Of a model; `config` says what is kept of the cache and seeds sampling."""
+
+    model: str  # Hugging Face directory or id, GGUF file, or a name of the catalogue such as smollm2
+    config: BpkvConfig
+    question_after: str | None = None  # asked of the compacted cache
     dtype: str = "auto"  # float32 on a CPU, bfloat16 on a GPU
     device: str = "auto"  # a GPU where there is one
     allow_extrapolation: bool = False  # positions past those the model was trained on
     memory_limit: int | None = None  # bytes; None: what the machine has free
     verify: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRequest(PromptRequest):
+    """Of an engine of TensorRT-LLM."""
+
+    engine: Path  # its folder
+    tokenizer: str  # named as a model is
+    plugin_lib: Path | None = None  # None: where the plugin's library is looked for
+    bounded: bool = False  # memory for what compactions leave alone
+    options: Mapping[str, Any] = field(default_factory=dict)  # of BpkvConfig, those that are not as the engine has them
 
 
 def read_prompt(path: Path, what: str = "prompt file", flag: str = "--prompt-file") -> str:

@@ -7,9 +7,10 @@ from typing import Any
 
 import yaml
 
-from bpkv_trt.config import LARGEST_CONFIG, BpkvConfig
+from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import ConfigError, quoted
 from bpkv_trt.input_file import read_file
+from bpkv_trt.yaml_file import LARGEST_CONFIG
 
 FORMAT = "bpkv-serving-1"  # the first entry of a file of ours
 

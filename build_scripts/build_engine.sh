@@ -12,7 +12,8 @@ Converts a Hugging Face model and builds an engine whose KV cache is compacted, 
   --model DIR       the model: config.json and weights
   --output DIR      where the engine goes
   --dtype TYPE      auto (default), float16, bfloat16 or float32
-  --tp-size N       ranks of tensor parallelism, one GPU each; default 1
+  --tp-size N       ranks of tensor parallelism, one GPU each; default 1, and more than that are built, but no session of
+                    bpkv runs them
   --checkpoint DIR  keep the converted checkpoint there; one that is there already is used as it is
   --help            print this
 
@@ -56,6 +57,9 @@ done
 clone=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 export PYTHONPATH="$clone${PYTHONPATH:+:$PYTHONPATH}"
+# What no conversion could read is refused before the library is built.
+[[ (-n $checkpoint && -f $checkpoint/config.json) || -f $model/config.json ]] ||
+  fail "the model '$model' has no config.json; check the path, which is the folder of a Hugging Face model, and no id."
 work=''
 trap 'if [[ -n $work ]]; then rm -rf "$work"; fi' EXIT
 trap 'exit 130' INT

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # nothing of th
 from bpkv_trt.errors import BpkvError, ConfigError, InputError, ModelError
 from bpkv_trt.input_file import read_file
 from bpkv_trt.options import CommandParser, file_path
-from bpkv_trt.trtllm.stock import StockBuild
+from bpkv_trt.trtllm.stock_package import StockPackage
 
 LARGEST = 1 << 24  # bytes of a config.json
 
@@ -51,7 +51,7 @@ def convert(model: Path, output: Path, dtype: str, ranks: int) -> None:
     if output.exists():
         raise InputError(f"The output {output} is there already; give another name, or remove it.")
     architecture = architecture_of(model)
-    StockBuild.find().check_version()
+    StockPackage.find("models are converted by it").check_version()
     from tensorrt_llm.mapping import Mapping
     from tensorrt_llm.models import MODEL_MAP
 

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import threading
 import time
 from collections.abc import Callable
 
@@ -89,36 +90,111 @@ def test_chrome_events_nest_in_time_and_carry_payloads(wait: Callable[[int], Non
         with trace.range("readout"):
             wait(1)
     document = json.loads(json.dumps(trace.chrome()))
-    inner, outer = document["traceEvents"]
+    outer, inner = (event for event in document["traceEvents"] if event["ph"] == "X")
     assert (outer["name"], outer["ph"], outer["ts"], outer["dur"]) == ("prefill", "X", 0.0, 2e6)
     assert (inner["name"], inner["ts"], inner["dur"]) == ("readout", 1e6, 1e6)
     assert outer["args"] == {"payload": 7} and inner["args"] == {}
 
 
-class _Domain:
-    """Records what the NVTX domain is told, in order."""
+def test_the_bytes_of_the_cache_are_noted_where_they_change(wait: Callable[[int], None]) -> None:
+    trace, size = Trace(record=True), [10]
+    trace.cache_bytes = lambda: size[0]
+    with trace.range("prefill"):
+        wait(1)
+        size[0] = 70
+    with trace.range("decode"):
+        wait(1)
+    with trace.range("compact"):
+        wait(1)
+        size[0] = 20
+    assert [(sample.time_ns // 10**9, sample.size) for sample in trace.memory] == [(0, 10), (1, 70), (3, 20)]
+    counters = [event for event in trace.chrome()["traceEvents"] if event["ph"] == "C"]
+    assert [(event["ts"], event["args"]["bytes"]) for event in counters] == [(0, 10), (1e6, 70), (3e6, 20)]
+
+
+def test_a_trace_of_a_server_keeps_the_latest_ranges_alone(wait: Callable[[int], None]) -> None:
+    trace, size = Trace(record=True, most=100), [0]
+    trace.cache_bytes = lambda: size[0]
+    for step in range(1000):
+        with trace.range("decode", payload=step):
+            wait(1)
+            size[0] += 1
+    payloads = [event.payload for event in trace.events]
+    assert payloads == list(range(1000 - len(payloads), 1000)) and 50 <= len(payloads) <= 100
+    assert trace.dropped == 1000 - len(payloads) and len(trace.memory) <= 2 * len(payloads) + 1
+    assert trace.chrome()["otherData"] == {"dropped_events": trace.dropped}
+    assert trace.seconds()["decode"] == 1000.0, "seconds are those of all"
+
+
+def test_every_thread_has_a_track(wait: Callable[[int], None]) -> None:
+    trace = Trace(record=True)
+
+    def one_range() -> None:
+        with trace.range("decode"):
+            wait(1)
+
+    thread = threading.Thread(target=one_range)
+    thread.start()
+    thread.join()
+    one_range()
+    other, own = (event["tid"] for event in trace.chrome()["traceEvents"] if event["ph"] == "X")
+    assert (other, own) == (thread.native_id, threading.get_native_id()) and other != own
+
+
+def test_of_ranges_that_begin_together_the_outer_one_comes_first(wait: Callable[[int], None]) -> None:
+    trace = Trace(record=True)
+    with trace.range("prefill"), trace.range("score"), trace.range("select"):
+        wait(1)
+    ranges = [event["name"] for event in trace.chrome()["traceEvents"] if event["ph"] == "X"]
+    assert ranges == ["prefill", "score", "select"]
+
+
+def test_a_device_that_fails_leaves_trace_and_profiler_usable(
+    wait: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiler = _Nvtx()
+    monkeypatch.setattr(profiling, "nvtx", profiler)
+    broken = [False]
+
+    def synchronize() -> None:
+        if broken[0]:
+            raise RuntimeError("CUDA error")
+
+    trace = Trace(synchronize, record=True)
+    with pytest.raises(RuntimeError), trace.range("prefill"):
+        broken[0] = True
+    with pytest.raises(RuntimeError), trace.range("score"):
+        pass
+    broken[0] = False
+    with trace.range("decode"):
+        wait(1)
+    assert [(event.name, event.depth) for event in trace.events] == [("decode", 0)]
+    assert profiler.calls == [("prefill", None), "pop", ("score", None), "pop", ("decode", None), "pop"]
+
+
+class _Nvtx:
+    """Records what the package nvtx is told, in order."""
 
     def __init__(self) -> None:
         self.calls: list[object] = []
 
-    def get_event_attributes(self, message: str, payload: int | None) -> tuple[str, int | None]:
-        return message, payload
+    def push_range(self, message: str, domain: str, payload: int | None) -> None:
+        assert domain == "bpkv"
+        self.calls.append((message, payload))
 
-    def push_range(self, attributes: object) -> None:
-        self.calls.append(attributes)
-
-    def pop_range(self) -> None:
+    def pop_range(self, domain: str) -> None:
+        assert domain == "bpkv"
         self.calls.append("pop")
 
 
 def test_profilers_see_balanced_ranges_with_payloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    domain = _Domain()
-    monkeypatch.setattr(profiling, "_domain", domain)
+    profiler = _Nvtx()
+    monkeypatch.setattr(profiling, "nvtx", profiler)
     trace = Trace(record=True)
     with pytest.raises(ValueError), trace.range("score", payload=12), trace.range("select"):
         raise ValueError
-    assert domain.calls == [("score", 12), ("select", None), "pop", "pop"]
-    monkeypatch.setattr(profiling, "_domain", None)
+    assert profiler.calls == [("score", 12), ("select", None), "pop", "pop"]
+    monkeypatch.setattr(profiling, "nvtx", None)
     with trace.range("compact"):
         pass
     assert trace.events[-1].name == "compact", "without the nvtx package the trace goes on"

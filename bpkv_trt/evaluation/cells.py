@@ -14,7 +14,7 @@ from bpkv_trt.evaluation.reference import Reference, reference_of
 from bpkv_trt.evaluation.room import engine_for, fitting_sample
 from bpkv_trt.evaluation.trial import Trial, run_trial
 from bpkv_trt.models.loading import LoadedModel
-from bpkv_trt.models.stop_tokens import stop_tokens
+from bpkv_trt.models.stop_tokens import stop_tokens_of
 from bpkv_trt.runtime.event import CompactionEvent
 
 
@@ -26,7 +26,7 @@ def measure_sample(loaded: LoadedModel, comparison: Comparison, task: str, seed:
         return {"task": task, "seed": seed, "skipped": str(error)}
     engine = engine_for(loaded, comparison, sample)
     with reference_of(
-        engine, sample, comparison.decoded, comparison.untouched, stop_tokens(loaded.model, loaded.tokenizer)
+        engine, sample, comparison.decoded, comparison.untouched, stop_tokens_of(loaded.model, loaded.tokenizer)
     ) as reference:
         cells = []
         for arm in comparison.arms:

@@ -1,6 +1,5 @@
 """Pictures of a comparison, from its document alone: PNG files, without a display."""
 
-import io
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import (
     FixedLocator,
@@ -23,23 +21,19 @@ from matplotlib.ticker import (
 )
 from numpy.typing import NDArray
 
-from bpkv_trt.documents import write_whole
-from bpkv_trt.errors import InputError
 from bpkv_trt.evaluation.ranks import mean_ranks
 from bpkv_trt.evaluation.rows import ALL
+from bpkv_trt.picture import COLOURS, save_picture
 
 Document = dict[str, Any]
 Row = dict[str, Any]
 Values = NDArray[np.float64]
 
-# Okabe and Ito's: told apart with any colour vision, and with the markers up to 40 contenders are.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999933")
-MARKERS = ("o", "s", "^", "D", "v")
+MARKERS = ("o", "s", "^", "D", "v")  # with the colours they tell 40 contenders apart
 COLUMNS = 4  # panels side by side
 POINTS = 3000  # of one scatter; more hide one another
 BINS = 10
 SHIFT = 0.012  # of the share, between contenders side by side
-DPI = 130
 
 
 def draw_all(document: Document, directory: Path) -> list[Path]:
@@ -50,23 +44,9 @@ def draw_all(document: Document, directory: Path) -> list[Path]:
     directory.mkdir(exist_ok=True)
     files = []
     for name, figure in chain.from_iterable(_figures(document, regime) for regime in document["regimes"]):
-        FigureCanvasAgg(figure)
         files.append(directory / f"{name}.png")
-        _save(figure, files[-1])
+        save_picture(figure, files[-1])
     return files
-
-
-def _save(figure: Figure, path: Path) -> None:
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=DPI, bbox_inches="tight")
-    try:
-        write_whole(path, picture.getvalue())
-    except OSError as error:
-        reason = error.strerror or error
-        raise InputError(
-            f"The picture {path} cannot be written ({reason}). The results are printed, and kept where --json is "
-            "given: free space, then run the same command again."
-        ) from None
 
 
 def _figures(document: Document, regime: str) -> Iterator[tuple[str, Figure]]:

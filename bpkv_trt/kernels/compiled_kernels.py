@@ -13,7 +13,7 @@ from bpkv_trt.errors import BpkvError, InputError
 from bpkv_trt.kernels.bundle import BundledKernel, unpack, unsealed
 from bpkv_trt.kernels.cuda_driver import CudaDriver
 from bpkv_trt.kernels.launch import Launch
-from bpkv_trt.kernels.target import choose_target
+from bpkv_trt.kernels.target import Target, choose_target
 from bpkv_trt.kernels.variant import ALIGNMENT, Identity, Variant, is_aligned
 
 INT32 = range(-(2**31), 2**31)
@@ -32,10 +32,11 @@ class CompiledKernels:
         """called: where they are from, for messages. Raises InputError for bytes that are no bundle."""
         try:
             _, kernels = unpack(bundle)
-            self._by_target: dict[str, dict[Identity, BundledKernel]] = {kernel.target: {} for kernel in kernels}
-            choose_target(self._by_target, (0, 0))
+            for kernel in kernels:
+                Target.parse(kernel.target)
         except ValueError as reason:
             raise InputError(f"The {called} cannot be used: {reason}; {REBUILD}.") from None
+        self._by_target: dict[str, dict[Identity, BundledKernel]] = {kernel.target: {} for kernel in kernels}
         for kernel in kernels:
             self._by_target[kernel.target][kernel.identity] = kernel
         self._called = called
@@ -62,7 +63,7 @@ class CompiledKernels:
         return tuple(self._by_target)
 
     def launch(self, launch: Launch) -> None:
-        """Run a kernel on the current stream of its tensors' GPU. Where it raises, nothing was launched.
+        """Run a kernel on the current stream of its tensors' GPU. What is refused is not launched.
 
         Raises BpkvError where there is no kernel for these arguments or this GPU, or the driver refuses; ValueError
         for tensors that a kernel cannot take.
@@ -128,12 +129,12 @@ class _Device:
 
     def launch(self, launch: Launch, stream: int) -> None:
         with self._driver.current(self._context):
-            function, kernel, c_types = self._load(Variant.of(launch), launch)
+            function, kernel, c_types = self._load(Variant.of(launch))
             values = [*_values(launch, kernel), *[0] * kernel.hidden_arguments]
             x, y, z = (*launch.grid, 1, 1)[:3]
             self._driver.launch(function, (x, y, z), kernel.threads, kernel.shared_bytes, stream, values, c_types)
 
-    def _load(self, variant: Variant, launch: Launch) -> _Loaded:
+    def _load(self, variant: Variant) -> _Loaded:
         with self._lock:
             if variant not in self._loaded:
                 kernel = self._kernels.get(variant.identity)

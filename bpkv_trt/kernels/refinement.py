@@ -6,7 +6,7 @@ from torch import Tensor
 from bpkv_trt.core.candidates import CandidatePool
 from bpkv_trt.core.divergence import Divergence, FisherDivergence, TopKDivergence
 from bpkv_trt.core.stability import LEAST_MASS
-from bpkv_trt.kernels.arguments import expect
+from bpkv_trt.kernels.arguments import aligned, expect
 from bpkv_trt.kernels.language import tl, triton
 from bpkv_trt.kernels.launch import launch
 from bpkv_trt.kernels.lse import INFINITY
@@ -48,6 +48,8 @@ def choose(
     channels = base.shape[1]
     device = base.device
     base, remaining = base.clone(), shares.clone()
+    p = aligned(divergence.p) if isinstance(divergence, TopKDivergence) else None
+    weights = aligned(divergence.weights)
     least = floor.clamp_min(LEAST_MASS)
     chosen, stable = (torch.zeros(candidates, dtype=torch.bool, device=device) for _ in range(2))
     shifts = torch.empty(candidates, positions, channels, dtype=torch.float32, device=device)
@@ -67,8 +69,8 @@ def choose(
             pool.owner,
             unit,
             least,
-            divergence.p if isinstance(divergence, TopKDivergence) else None,
-            divergence.weights,
+            p,
+            weights,
             base,
             remaining,
             chosen.view(torch.uint8),

@@ -1,4 +1,6 @@
-"""Prompts as token ids."""
+"""Prompts as token ids, and answers as text."""
+
+from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -80,6 +82,10 @@ class PromptEncoder:
     def count(self, text: str) -> int:
         """Tokens of plain text, special ones not counted."""
         return len(self._encode(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of an answer, without special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def _render(self, content: str) -> str:
         try:

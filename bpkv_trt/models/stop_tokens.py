@@ -2,20 +2,26 @@
 
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from bpkv_trt.errors import ModelError, quoted
 
 
-def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> frozenset[int]:
-    """Those of the generation config, and of the tokenizer where there is one.
+def stop_tokens_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> frozenset[int]:
+    """Those of the model's generation config, and of the tokenizer where there is one; ModelError as `stop_tokens`."""
+    embeddings: Any = model.get_input_embeddings()
+    return stop_tokens(model.generation_config, len(embeddings.weight), tokenizer)
+
+
+def stop_tokens(
+    generation_config: GenerationConfig | None, vocabulary: int, tokenizer: PreTrainedTokenizerBase | None = None
+) -> frozenset[int]:
+    """Those of a generation config, and of the tokenizer where there is one.
 
     Raises ModelError where the generation config has something that is no token of the model.
     """
-    configured: Any = model.generation_config.eos_token_id if model.generation_config is not None else None
+    configured: Any = generation_config.eos_token_id if generation_config is not None else None
     ids = [token for token in (configured if isinstance(configured, list) else [configured]) if token is not None]
-    embeddings: Any = model.get_input_embeddings()
-    vocabulary = len(embeddings.weight)
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocabulary:
             raise ModelError(

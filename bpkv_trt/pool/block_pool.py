@@ -99,6 +99,18 @@ class BlockPool:
             assert positions.rows(pool) + count <= part.table.reserved(sequence), "more rows than there are blocks for"
         positions.extend(count)
 
+    def trim(self, sequence: int) -> int:
+        """Give back the blocks past those of the rows and the next token's; returns how many.
+
+        Managers take every prompt to be as long as the batch's longest, and count on for a sequence that has ended.
+        """
+        positions = self._positions[sequence]
+        return sum(part.table.truncate(sequence, positions.rows(pool)) for pool, part in enumerate(self._parts))
+
+    def holds_another_step(self) -> bool:
+        """Whether the managers' next step, which counts one more row of every sequence, finds the blocks for it."""
+        return all(part.table.holds_another_step() for part in self._parts)
+
     def release(self, sequence: int) -> None:
         """Forget a sequence whose blocks the managers have freed."""
         assert sequence not in self._parts[0].table.sequences, "the managers still have this sequence"

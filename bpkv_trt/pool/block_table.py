@@ -54,6 +54,13 @@ class BlockTable:
         """Rows that have a place in the sequence's blocks: after the manager's step, the next token's among them."""
         return min(self._length(sequence), len(self._list(sequence)) * self.manager.tokens_per_block)
 
+    def holds_another_step(self) -> bool:
+        """Whether the manager's next step finds as many free blocks as it takes, and a table that holds them."""
+        rows, owned = self.manager.tokens_per_block, self.manager.blocks_manager
+        full = sum(length % rows == 0 for length in self.manager.lens)
+        fits = all(pages_of(length + 1, rows) <= owned.max_blocks_per_seq for length in self.manager.lens)
+        return fits and full <= len(owned.free_blocks)
+
     def truncate(self, sequence: int, rows: int) -> int:
         """Give back every block past those of `rows` rows and the next token's; returns how many.
 

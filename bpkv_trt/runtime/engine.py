@@ -9,7 +9,7 @@ from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.running_attention import RunningAttention
 from bpkv_trt.errors import InputError
 from bpkv_trt.models.loading import HostedModel, LoadedModel
-from bpkv_trt.models.stop_tokens import stop_tokens
+from bpkv_trt.models.stop_tokens import stop_tokens_of
 from bpkv_trt.policies.base import Requirement
 from bpkv_trt.policies.registry import make_policy, settled
 from bpkv_trt.pool.pool import PagedKvPool
@@ -56,12 +56,13 @@ class Engine:
         if table is not None:
             table.check(traits.layers, traits.kv_heads, config.scope)
         self.trace = trace or Trace()
+        self.trace.cache_bytes = lambda: pool.live_pages * pool.page_bytes
         assert host is None or host.pool is pool
         self.host = host or TorchHost(loaded, pool, replayed=0)
         self.host.keep_for_replay(max(replayed, config.replayed_positions))
         rules = (policy.running_attention, *rules)
         encoder, tokenizer = (loaded.encoder, loaded.tokenizer) if isinstance(loaded, LoadedModel) else (None, None)
-        ends = stop_tokens(loaded.model, tokenizer)
+        ends = stop_tokens_of(loaded.model, tokenizer)
         given = self.host, config, policy.requires | observed, rules, encoder, ends
         self.statistics = TorchStatistics(*given) if memory is None else RememberedStatistics(memory, *given)
         self.compactor = Compactor(config, policy, traits, pool, self.statistics, table, self.trace)

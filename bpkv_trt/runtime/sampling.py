@@ -22,6 +22,10 @@ class SamplingParams:
         """The same, ended by these tokens."""
         return replace(self, stop_tokens=tokens)
 
+    def seeded(self, seed: int) -> "SamplingParams":
+        """The same, drawn from this seed."""
+        return replace(self, seed=seed)
+
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens is {self.max_new_tokens}; an answer needs at least 1.")

@@ -69,17 +69,19 @@ class ServingLoop:
         chunk_tokens: int = 256,
         most_running: int = 64,
         metrics: ServingMetrics | None = None,
+        trace: Trace | None = None,
         poison: bool = False,
     ) -> None:
         """`config`: what requests change options of. `queue_limit`: requests that may wait. `chunk_tokens`: of prompts
-        that are run in one step. `poison`: free rows of the pool are NaN, for tests.
+        that are run in one step. `trace`: the loop's thread has it for itself until `shutdown`. `poison`: free rows of
+        the pool are NaN, for tests.
 
         Raises ConfigError and InputError where model, configuration and sizes do not go together.
         """
         if queue_limit < 1:
             raise InputError(f"queue_limit is {queue_limit}; a request that is to run waits first: give 1 or more.")
         cuda = loaded.model.device.type == "cuda"
-        trace = Trace(synchronize=torch.cuda.synchronize if cuda else None)
+        trace = trace or Trace(synchronize=torch.cuda.synchronize if cuda else None)
         pool = make_pool_within(loaded, pool_bytes, config.page_size, poison=poison)
         self.metrics = metrics or ServingMetrics()
         self._loaded, self._queue_limit = loaded, queue_limit

@@ -31,6 +31,7 @@ class SessionBatch:
         self.compactor = Compactor(config, policy, traits, pool, self.statistics, trace=trace)
         self.events: list[list[CompactionEvent]] = [[] for _ in self.sequences]
         self._scored = ScoredTokens((), (0,) * len(self.sequences), ())
+        self._prompts = [0] * len(self.sequences)
         self._bytes = [0] * len(self.sequences)
         for sequence in self.sequences:
             self.compactor.on_request_init(sequence)
@@ -39,6 +40,8 @@ class SessionBatch:
         """What the first run scores, of prompts of so many tokens. ConfigError for one that the budget cannot hold."""
         for length in lengths:
             self.compactor.check_budget([length])
+        self._prompts = list(lengths)
+        self._bytes = [self.pool.bytes_of(sequence) for sequence in self.sequences]
         self._scored = ScoredTokens.last_of(lengths, [self.compactor.scored_in_prompt(length) for length in lengths])
         return self._scored
 
@@ -48,6 +51,7 @@ class SessionBatch:
         grown = [count - held for count, held in zip(rows, self.rows, strict=True)]
         for index, sequence in enumerate(self.sequences):
             self.pool.extend(sequence, grown[index])  # one that has ended writes its last row again
+            self.pool.trim(sequence)
             if grown[index] and self._scored.counts[index]:
                 self.statistics.note(sequence, outputs, index, self._scored.span(index))
         hook = self.compactor.on_context_step_end if first else self.compactor.on_generation_step_end
@@ -69,8 +73,15 @@ class SessionBatch:
         for index, sequence in enumerate(self.sequences):
             size = self._bytes[index]
             for event in self.compactor.on_request_finish(sequence):
-                self.events[index].append(replace(event, bytes_before=size, bytes_after=size))
+                known = replace(event, bytes_before=size, bytes_after=size)
+                self.events[index].append(known if self.pool.logical_length(sequence) else self._one_step(index, known))
         return self.events
+
+    def _one_step(self, index: int, event: CompactionEvent) -> CompactionEvent:
+        # The stock session prepares nothing after its last step, so that nobody told of what the first one wrote.
+        entries = self._prompts[index] * self.pool.layers * self.pool.kv_heads
+        note = "not compacted: the answer has one token, and after the last one the session prepares no step"
+        return replace(event, entries_before=entries, entries_after=entries, note=note)
 
     @property
     def rows(self) -> list[int]:

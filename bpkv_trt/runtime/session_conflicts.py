@@ -10,8 +10,14 @@ from bpkv_trt.trtllm.built_engine import EngineLimits
 BEAMS = "beams share the blocks of their prompt, and each would evict from the others'"
 
 
-def refuse_model(model_config: Any, mapping: Any) -> None:
+def refuse_model(model_config: Any, mapping: Any, cuda_graph_mode: bool) -> None:
     """model_config: TensorRT-LLM's ModelConfig; mapping: its Mapping. Raises ConfigError for what is not compacted."""
+    if cuda_graph_mode:
+        raise _refusal(
+            "cuda_graph_mode is on",
+            "a graph holds the lengths and blocks of the step that it was captured in",
+            "Leave it off",
+        )
     if mapping.world_size > 1:
         raise _refusal(
             f"world_size is {mapping.world_size}",
@@ -74,8 +80,14 @@ def refuse_setup(given: Mapping[str, Any], limits: EngineLimits, most_rows: int,
         )
 
 
-def refuse_decode(given: Mapping[str, Any]) -> None:
-    """given: arguments of `GenerationSession.decode`. Raises ConfigError for what is not compacted."""
+def refuse_decode(given: Mapping[str, Any], limits: EngineLimits) -> None:
+    """given: arguments of `GenerationSession.decode`. Raises ConfigError for what is not compacted, or is too much."""
+    tokens, most = int(given["context_lengths"].sum()), limits.max_num_tokens
+    if tokens > most:
+        raise ConfigError(
+            f"The prompts have {tokens} tokens, and one run of the engine takes {most} (max_num_tokens), which they "
+            "share. Nothing was run. Give shorter or fewer prompts, or build an engine for more with --max_num_tokens."
+        )
     if (beams := given["sampling_config"].num_beams) != 1:
         raise _refusal(f"num_beams is {beams}", BEAMS, "Give 1")
     for name in ("encoder_output", "encoder_input_lengths", "cross_attention_mask"):

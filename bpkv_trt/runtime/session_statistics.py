@@ -55,8 +55,7 @@ class SessionStatistics:
         if sequence not in self.windows:
             self.windows[sequence] = _Window(torch.zeros_like(scores))
         window = self.windows[sequence]
-        scores[..., : window.scores.shape[-1]] += window.scores  # rows only come between compactions
-        window.scores = scores
+        window.scores = _sum(scores, window.scores)
         window.q.append(self._by_layer(outputs, "q", span))
         window.context.append(self._by_layer(outputs, "context", span))
         window.residual.append(outputs["bpkv_residual"][span])
@@ -120,3 +119,14 @@ class SessionStatistics:
     def _by_layer(self, outputs: Outputs, name: str, part: Any) -> Tensor:
         """[L, ...] of that part of each layer's output."""
         return torch.stack([outputs[f"bpkv_{name}_{layer}"][part] for layer in range(self.traits.layers)])
+
+
+def _sum(scores: Tensor, before: Tensor) -> Tensor:
+    """[L, Hkv, T] and an earlier [L, Hkv, T'], T' <= T, since rows only come between compactions.
+
+    An entry that is all that a head attends to has the largest finite score in each run, and in their sum too.
+    """
+    total = scores.double()
+    total[..., : before.shape[-1]] += before
+    largest = torch.finfo(torch.float32).max
+    return torch.where(total.isfinite(), total.clamp(max=largest), total).float()

@@ -15,12 +15,14 @@ from tensorrt_llm.runtime.generation import GenerationSession, RuntimeTensor
 from torch import Tensor
 
 from bpkv_trt.config import BpkvConfig
-from bpkv_trt.errors import BpkvError
+from bpkv_trt.errors import BpkvError, PoolExhausted
 from bpkv_trt.kernels.launch import launched_by
 from bpkv_trt.pool.block_pool import BlockPool
+from bpkv_trt.pool.storage import pages_of
 from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.engine_ports import EnginePorts
 from bpkv_trt.runtime.event import CompactionEvent
+from bpkv_trt.runtime.most_rows import most_rows
 from bpkv_trt.runtime.session_batch import SessionBatch
 from bpkv_trt.runtime.session_conflicts import refuse_decode, refuse_model, refuse_setup
 from bpkv_trt.trtllm.built_engine import BuiltEngine
@@ -41,16 +43,19 @@ class BpkvSession(GenerationSession):  # type: ignore[misc]
         built: BuiltEngine,
         config: BpkvConfig | None = None,
         *,
+        cuda_graph_mode: bool = False,
         stream: Any = None,
         trace: Trace | None = None,
+        bounded: bool = False,
         poison: bool = False,
     ) -> None:
         """The first three as GenerationSession takes them; the plugin is registered (`PluginLibrary.register`).
 
-        config: by default the engine's own; `EngineSettings.configured` gives others. poison: unused rows are NaN.
-        Raises ConfigError for what cannot be compacted.
+        config: by default the engine's own; `EngineSettings.configured` gives others. bounded: the cache has blocks for
+        the most rows that compactions leave, and not for every token; where one does not take place, a step may then
+        raise PoolExhausted. poison: unused rows are NaN. Raises ConfigError for what cannot be compacted.
         """
-        refuse_model(model_config, mapping)
+        refuse_model(model_config, mapping, cuda_graph_mode)
         # Names that the stock session does not expect are an error to it unless it debugs.
         super().__init__(model_config, engine_buffer, mapping, debug_mode=True, stream=stream)
         self.debug_mode = False
@@ -58,7 +63,7 @@ class BpkvSession(GenerationSession):  # type: ignore[misc]
         self.config = built.settings.config if config is None else config
         self.trace = trace or Trace()
         self.events: list[list[CompactionEvent]] = []
-        self._poison = poison
+        self._bounded, self._poison = bounded, poison
         self._ports = EnginePorts(self.runtime.engine, built.traits.layers, self.device)
         self._batch: SessionBatch | None = None
         self._running = ExitStack()
@@ -70,9 +75,20 @@ class BpkvSession(GenerationSession):  # type: ignore[misc]
         refuse_setup(given, self.built.limits, self._ports.most_rows, self.config)
         super().setup(*args, **kwargs)
 
+    def _get_num_paged_blocks(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Blocks of the cache, and of one sequence."""
+        blocks, longest = super()._get_num_paged_blocks(*args, **kwargs)
+        if self._bounded:
+            itemsize = (self.built.cache_dtype or self.dtype).itemsize
+            prompt = self.max_seq_length - self.max_new_tokens
+            rows = most_rows(self.config, self.built.traits, itemsize, prompt, self.max_new_tokens)
+            longest = min(longest, pages_of(rows + 1, self.tokens_per_block))  # with the next token's
+            blocks = min(blocks, self.batch_size * longest)
+        return blocks, longest
+
     def decode(self, *args: Any, **kwargs: Any) -> Any:
         """As the stock session's; afterwards, or after the last of a stream, `events` tells what was compacted."""
-        refuse_decode(_named(GenerationSession.decode, self, *args, **kwargs))
+        refuse_decode(_named(GenerationSession.decode, self, *args, **kwargs), self.built.limits)
         self._batch, self.events = None, []
         try:
             outputs = super().decode(*args, **kwargs)
@@ -85,10 +101,20 @@ class BpkvSession(GenerationSession):  # type: ignore[misc]
         return outputs
 
     def _streamed(self, outputs: Iterator[Any]) -> Iterator[Any]:
+        own = None
         try:
-            yield from outputs
+            while True:
+                if own is not self._batch and own is not None:
+                    raise BpkvError("This stream's batch has ended, since its session began another: finish it before.")
+                try:
+                    output = next(outputs)
+                except StopIteration:
+                    return
+                own = self._batch
+                yield output
         finally:  # also where the reader stops early
-            self._finish()
+            if own is self._batch:
+                self._finish()
 
     def handle_per_step(self, **given: Any) -> Any:
         """The stock step; afterwards the lengths that the next run is bound to are those of its own rows."""
@@ -122,6 +148,12 @@ class BpkvSession(GenerationSession):  # type: ignore[misc]
         going_on = [not ended for ended in self.finished.view(-1).tolist()]
         with self._launching():
             batch.after_run(rows, going_on, self._ports.bound)
+        if not batch.pool.holds_another_step():
+            notes = dict.fromkeys(event.note for own in batch.events for event in own if event.note)
+            raise PoolExhausted(
+                f"The cache has blocks for what compactions leave (bounded), and one did not take place "
+                f"({'; '.join(notes)}). Run the batch with a session that is not bounded."
+            )
 
         offsets = batch.pool.block_offsets()
         given |= {"host_kv_cache_block_offsets": offsets, "kv_cache_block_offsets": offsets.to(self.device)}

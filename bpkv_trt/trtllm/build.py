@@ -105,7 +105,7 @@ def _build_with_plugin(options: argparse.Namespace, arguments: Sequence[str]) ->
     config = _configuration(options)
 
     stock = StockBuild.find()
-    stock.check_version()
+    stock.package.check_version()
     told = stock.options(arguments)
     refuse_conflicts(told)
     checkpoint = Checkpoint.read(_source(told))
@@ -127,7 +127,8 @@ def _build_with_plugin(options: argparse.Namespace, arguments: Sequence[str]) ->
         if not told.get("dry_run"):
             _save_projections(weights, ranks, output)
             session_kernels.write(output)
-            EngineSidecar.write(output, settings, {"tensorrt": tensorrt.__version__, "tensorrt_llm": stock.version})
+            versions = {"tensorrt": tensorrt.__version__, "tensorrt_llm": stock.package.version}
+            EngineSidecar.write(output, settings, versions)
             print(f"{PROGRAM}: the engine's settings are in {output / FILE}; keep it beside the engine.")
 
 

@@ -8,9 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bpkv_trt.core.readout import BranchWeights
 from bpkv_trt.core.traits import ModelTraits
-from bpkv_trt.errors import ConfigError, InputError
+from bpkv_trt.errors import InputError
 from bpkv_trt.kernels.compiled_kernels import CompiledKernels
-from bpkv_trt.kernels.target import choose_target
 from bpkv_trt.trtllm.network_record import NetworkRecord
 from bpkv_trt.trtllm.plugin_library import PluginLibrary
 from bpkv_trt.trtllm.projections import Projections
@@ -51,6 +50,8 @@ class BuiltEngine:
         """
         sidecar = EngineSidecar.read(folder)
         sidecar.check_library(library)
+        if device.type == "cuda":
+            sidecar.settings.check_gpu(torch.cuda.get_device_capability(device))
         config = read_config(folder)
         pretrained = config["pretrained_config"]
         record = NetworkRecord.from_pretrained(pretrained, str(folder))
@@ -68,19 +69,7 @@ class BuiltEngine:
             limits=limits,
             traits=record.traits,
             projections=Projections.load(folder, rank, device),
-            kernels=_kernels(folder, device),
+            kernels=CompiledKernels.read(folder / KERNELS),
             cache_dtype=CACHES.get(str(quantised)),
             cache_scales=record.cache_scales,
         )
-
-
-def _kernels(folder: Path, device: torch.device) -> CompiledKernels:
-    kernels = CompiledKernels.read(folder / KERNELS)
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if choose_target(kernels.targets, capability) is None:
-            raise ConfigError(
-                f"The engine in {folder} is compiled for {', '.join(kernels.targets)}, and this GPU has compute "
-                f"capability {capability[0]}.{capability[1]}: build the engine for it too (--bpkv_targets)."
-            )
-    return kernels

@@ -69,17 +69,22 @@ class PluginLibrary:
                 f"{', '.join(self.sidecar.targets)}. Choose from these, or {BUILD} from newer sources."
             )
 
-    def register(self, trt: ModuleType) -> None:
-        """Load it for all of the process and register its plugin with TensorRT, once; `trt` is the module tensorrt.
-
-        Raises ConfigError for a TensorRT of another major version, BpkvError where it does not load or is refused.
-        """
-        built, present = self.sidecar.tensorrt, trt.__version__
+    def check_tensorrt(self, present: str) -> None:
+        """Raises ConfigError for a TensorRT of another major version."""
+        built = self.sidecar.tensorrt
         if built.partition(".")[0] != present.partition(".")[0]:
             raise ConfigError(
                 f"The plugin library {self.path} was built for TensorRT {built}, and {present} is installed: their "
                 f"interfaces differ. Set TENSORRT_INCLUDE_DIR to the headers of {present} and {BUILD}."
             )
+
+    def register(self, trt: ModuleType) -> None:
+        """Load it for all of the process and register its plugin with TensorRT, once; `trt` is the module tensorrt.
+
+        Raises ConfigError for a TensorRT of another major version, BpkvError where it does not load or is refused.
+        """
+        present = trt.__version__
+        self.check_tensorrt(present)
         try:
             library = ctypes.CDLL(str(self.path), mode=ctypes.RTLD_GLOBAL)
             initialise = library.initBpkvPlugins

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import BpkvError, ConfigError, InputError, quoted
 from bpkv_trt.input_file import read_file
+from bpkv_trt.kernels.target import Capability, choose_target
 
 VARIABLE = "BPKV_BUILD_CONFIG"  # names the file of settings to the processes of one build
 SCHEMA_VERSION: Literal[1] = 1
@@ -135,7 +136,7 @@ class EngineSettings(BaseModel):
         Raises ConfigError for what an engine cannot have, and for more than was compiled into this one.
         """
         config = _possible(self.config.replace(**options))
-        for name in ("top_k", "page_size"):
+        for name in ("preset", "top_k", "page_size"):
             if (value := getattr(config, name)) != (built := getattr(self.config, name)):
                 raise ConfigError(
                     f"{name} is {value}, and the engine was built for {built}: leave it out, or build another engine."
@@ -147,8 +148,18 @@ class EngineSettings(BaseModel):
             )
         if config.scoring_positions > (most := self.config.scoring_positions):
             raise ConfigError(
-                f"regime is {','.join(config.regime)}, in which a compaction goes by {config.scoring_positions} "
-                f"positions (positions and defer), and the engine was built for at most {most}: give fewer, or build "
-                "another engine."
+                f"regime is {(regime := ','.join(config.regime))}, in which a compaction goes by positions + defer, "
+                f"{config.positions} + {config.defer}, and the engine has kernels for at most {most} together: give "
+                f"fewer positions or a smaller defer, or build an engine with --bpkv_regime {regime} --bpkv_defer "
+                f"{config.defer}."
             )
         return config
+
+    def check_gpu(self, capability: Capability) -> None:
+        """Raises ConfigError where the engine carries no kernels that a GPU of this compute capability runs."""
+        if choose_target(self.targets, capability) is None:
+            major, minor = capability
+            raise ConfigError(
+                f"The engine has scoring kernels for {', '.join(self.targets)}, and the GPU, of compute capability "
+                f"{major}.{minor}, runs none of them: use another GPU, or build the engine with --bpkv_targets for it."
+            )

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class EngineSidecar:
         """
         path = engine / FILE
         pretrained = read_config(engine)["pretrained_config"]
-        if not path.exists():
+        if not os.path.lexists(path):
             raise InputError(
                 f"The engine in {engine} was built with BP-KV, and its {FILE} is missing: copy all files of its folder."
                 if "bpkv" in pretrained
@@ -93,6 +94,19 @@ class EngineSidecar:
                 f"build: copy all files of one build, or {BUILD} again."
             )
         return cls(settings, content["versions"])
+
+    def check_versions(self, present: Mapping[str, str]) -> None:
+        """present: versions of `tensorrt` and `tensorrt_llm` here. Raises ConfigError where others built the engine."""
+        differing = [
+            f"{name} {built}, and here is {present.get(name, 'none')}"
+            for name in ("tensorrt", "tensorrt_llm")
+            if (built := self.versions.get(name)) is not None and built != present.get(name)
+        ]
+        if differing:
+            raise ConfigError(
+                f"The engine was built with {'; '.join(differing)}: TensorRT loads engines of its own version alone. "
+                "Run it where it was built, or build it again."
+            )
 
     def check_library(self, library: PluginLibrary) -> None:
         """Raises ConfigError for another plugin library than the one that the engine was built with."""
@@ -137,9 +151,13 @@ def read_config(engine: Path) -> dict[str, Any]:
     return config
 
 
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
 def _object(content: bytes, path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(content)
+        found = json.loads(content, parse_constant=_refuse)
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
@@ -154,17 +172,28 @@ def _parts(engine: Path, ranks: int) -> list[str]:
 
 
 def _measured(engine: Path, names: Iterable[str]) -> dict[str, Any]:
-    """What tells one engine from another: its configuration's SHA-256, and the bytes of each rank's file.
+    """What tells one engine from another: the SHA-256 of every file, but of the ranks' engines their bytes.
 
-    Engines are not hashed, which would take as long as loading them.
+    These are not hashed, which would take as long as loading them.
     """
     measured: dict[str, Any] = {}
     for name in names:
         path = engine / name
-        if not path.is_file():
-            raise InputError(f"The engine in {engine} lacks {name}: copy all files of one build, or {BUILD} again.")
-        measured[name] = hashlib.sha256(path.read_bytes()).hexdigest() if name == CONFIG else path.stat().st_size
+        try:
+            if not path.is_file():
+                raise InputError(f"The engine in {engine} lacks {name}: copy all files of one build, or {BUILD} again.")
+            measured[name] = path.stat().st_size if path.suffix == ".engine" else _sha256(path)
+        except OSError as error:
+            raise InputError(f"The engine's file {path} cannot be read ({error.strerror}); check it.") from None
     return measured
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _checksum(content: dict[str, Any]) -> str:

@@ -46,7 +46,9 @@ def generate(capsys: pytest.CaptureFixture[str], prompt: Path, *arguments: objec
     [
         ([], ["COMMAND", "bpkv --help"]),
         (["generat"], ["generat", "generate"]),
-        (["generate"], ["--model", "--prompt-file", "bpkv generate --help"]),
+        (["generate"], ["--prompt-file", "bpkv generate --help"]),
+        (["generate", "--prompt-file", "f"], ["Neither --model nor --engine-dir is given", "--model or an engine"]),
+        (["generate", "--model", "m", "--engine-dir", "e", "--prompt-file", "f"], ["Both are given"]),
         (["generate", "--model", "m", "--prompt-file", "f", "--budgett", "1"], ["--budgett"]),
         (["generate", "--model", "m", "--prompt-file", "f", "--budg", "1"], ["--budg"]),
         (["generate", "--model", "m", "--prompt-file", "f", "--dtype", "int3"], ["--dtype", "float32"]),
@@ -254,7 +256,7 @@ def test_an_interrupt_is_no_traceback(
     def interrupted(path: Path) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bpkv_trt.cli.read_prompt", interrupted)
+    monkeypatch.setattr("bpkv_trt.generate_command.read_prompt", interrupted)
     assert main(["generate", "--model", "m", "--prompt-file", str(prompt)]) == 130
     assert capsys.readouterr().err == "bpkv: interrupted.\n"
 

@@ -64,7 +64,7 @@ def test_a_reader_that_has_gone_loses_no_report(tmp_path: Path) -> None:
     os.close(reader)
     program = (
         "import sys, bpkv_trt.cli as cli; from bpkv_trt.doctor import Finding\n"
-        "cli.examine = lambda engine: [Finding('Python', 'ok', 'works')]\n"
+        "cli.examine = lambda *named: [Finding('Python', 'ok', 'works')]\n"
         "sys.exit(cli.main(['doctor', '--json', 'out.json']))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -92,3 +92,13 @@ def test_a_terminal_gets_a_table_that_takes_text_literally(capsys: pytest.Captur
     print_findings(findings, Console(force_terminal=True, width=120, color_system=None))
     output = capsys.readouterr().out
     assert "what to do" in output and "bpkv-trt[torch]" in output, "brackets are not markup"
+
+
+def test_a_gpu_tells_its_compute_capability(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("class cuda:\n    get_device_capability = staticmethod(lambda device: (9, 0))\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert doctor._compute_capability() == (9, 0)
+    (tmp_path / "torch.py").write_text(
+        "class cuda:\n    def get_device_capability(): raise RuntimeError('no driver')\n"
+    )
+    assert doctor._compute_capability() is None

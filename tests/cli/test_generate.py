@@ -315,3 +315,22 @@ def test_a_terminal_that_cannot_show_a_text_shows_the_rest(tmp_path: Path) -> No
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "?" in done.stdout.splitlines()[0] and "entries kept" in done.stdout
+
+
+def test_a_trace_has_every_range_that_the_report_counts(tmp_path: Path, long_text: str) -> None:
+    document = generate(tmp_path, long_text, "--trace", str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert not [event for event in events if event["name"] == "verify"]
+    for name, seconds in document["timings_s"].items():
+        ranges = [event["dur"] for event in events if event["ph"] == "X" and event["name"] == name]
+        assert sum(ranges) / 1e6 == pytest.approx(seconds, rel=1e-6), name
+    sizes = [event["args"]["bytes"] for event in events if event["ph"] == "C"]
+    assert document["pool"]["bytes_before"] in sizes and document["pool"]["bytes_after"] in sizes
+    assert max(sizes) > document["pool"]["bytes_before"], "a draft takes room"
+
+
+def test_a_refused_run_leaves_no_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path, long_text: str) -> None:
+    trace, same = str(tmp_path / "trace.json"), str(tmp_path / "out.json")
+    refused(capsys, tmp_path, long_text * 40, "--trace", trace)
+    assert "different names" in refused(capsys, tmp_path, long_text, "--trace", same)
+    assert "--trace would overwrite" in refused(capsys, tmp_path, long_text, "--trace", str(tmp_path / "prompt.txt"))

@@ -10,7 +10,7 @@ from bpkv_trt.evaluation.encoded import EncodedSample, encode_sample
 from bpkv_trt.evaluation.reference import reference_of
 from bpkv_trt.evaluation.tasks import make_sample
 from bpkv_trt.evaluation.trial import Trial, run_trial
-from bpkv_trt.models.stop_tokens import stop_tokens
+from bpkv_trt.models.stop_tokens import stop_tokens_of
 from bpkv_trt.policies.registry import settled
 from bpkv_trt.runtime import torch_statistics
 from bpkv_trt.runtime.engine import Engine, make_pool
@@ -81,7 +81,7 @@ def test_what_is_remembered_is_what_would_be_found_again() -> None:
     observed = frozenset({"received_attention"})
     pool = make_pool(loaded, 480, 8, caches=6)
     base = Engine(loaded, BpkvConfig(policy="full", page_size=8), pool, observed=observed, replayed=64)  # type: ignore[arg-type]
-    with reference_of(base, sample(), 24, 4, stop_tokens(loaded.model, loaded.tokenizer)) as reference:
+    with reference_of(base, sample(), 24, 4, stop_tokens_of(loaded.model, loaded.tokenizer)) as reference:
         alone = [run_trial(loaded, config, replace(reference, memory=Memory())) for config in configs]
         shared_trials = [run_trial(loaded, config, reference) for config in (*configs, *reversed(configs))]
         assert len(reference.memory.statistics) < 2 * len(configs), "nothing was shared"

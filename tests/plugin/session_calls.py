@@ -55,8 +55,10 @@ def call_all(device: str = "cpu") -> list[Tensor]:
             mass=torch.ones(1, group, POSITIONS),
             contexts=torch.randn(1, POSITIONS, channels, group),
         )
-        p, base, floor = torch.rand(POSITIONS, channels), torch.zeros(POSITIONS, channels), torch.zeros(CANDIDATES)
-        divergence = TopKDivergence(p / p.sum(-1, keepdim=True), torch.full((POSITIONS,), 1 / POSITIONS))
+        base, floor = torch.zeros(POSITIONS, channels), torch.zeros(CANDIDATES)
+        p = torch.rand(1 + POSITIONS * channels)[1:].view(POSITIONS, channels)  # parts of a batch begin anywhere
+        p /= p.sum(-1, keepdim=True)
+        divergence = TopKDivergence(p, torch.full((1 + POSITIONS,), 1 / POSITIONS)[1:])
         shares = torch.tensor([2])
         kept, ends = torch.tensor([0, 2, 1], dtype=torch.int32), torch.tensor([0, 2, 3])
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass, replace
+from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -293,6 +295,23 @@ def test_a_driver_that_refuses_is_quoted_and_asked_again(kernels, driver, functi
         driver.c.stand_in_set_device(0)
         pack(cache)
     assert len(driver.launched) == launches + 1
+
+
+def test_a_machine_without_cuda_python_or_a_driver(kernels, driver, monkeypatch):
+    memory, cache = small_cache()
+    with launched_by(kernels):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "cuda.bindings", None)
+            with pytest.raises(BpkvError, match=r"cuda-python, which is not installed; pip install 'cuda-bindings"):
+                pack(cache)
+        absent = ModuleType("driver")
+        absent.cuInit = Mock(side_effect=RuntimeError("Failed to dlopen libcuda.so.1"))
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.modules["cuda.bindings"], "driver", absent)
+            with pytest.raises(BpkvError, match=r"cannot be used \(Failed to dlopen libcuda.so.1\); run on a"):
+                pack(cache)
+        pack(cache)
+    assert len(driver.launched) == 1
 
 
 def test_a_file_that_is_missing_or_damaged(session_file, tmp_path, driver):

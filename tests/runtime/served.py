@@ -74,6 +74,13 @@ def alone(name: str, kind: Kind) -> list[int]:
     return request.generated
 
 
+def borrowed(batched: BatchedRequest) -> int:
+    """Pages that the compaction of a prompt will take and give back, if it is yet to come."""
+    regime, done = batched.engine.compactor.config.regime, {event.regime for event in batched.request.events}
+    to_come = {"prefill", "deferred"} & set(regime) - done
+    return batched.engine.scratch_pages([len(batched.prompt)]) if to_come else 0
+
+
 class Served:
     """A batch over a poisoned pool of `rows` rows in every layer and head."""
 
@@ -112,7 +119,7 @@ class Served:
         took_part = self.batch.step()
         self.pool.check_integrity()
         promised = sum(each.promised for each in self.batch.running)
-        scratch = max((each.scratch for each in self.batch.running), default=0)
+        scratch = max(map(borrowed, self.batch.running), default=0)
         assert promised + scratch <= self.pool.free_pages, "the pool is over-committed"
         for each in took_part:
             if each.request.finished is not None:

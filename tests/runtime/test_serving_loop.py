@@ -12,6 +12,7 @@ from torch import Tensor, nan
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import BpkvError, ConfigError, InputError, PoolExhausted, QueueFull
+from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.answer_text import AnswerText
 from bpkv_trt.runtime.compactor import Compactor
 from bpkv_trt.runtime.engine import Engine, make_pool
@@ -502,3 +503,17 @@ def test_the_metrics_pass_observations_on_and_sort_them_by_bound() -> None:
         "more": 1,
     }
     assert histogram.count == 4 and histogram.sum == pytest.approx(1000.3015)
+
+
+def test_a_trace_records_what_the_loop_ran(make_loop: MakeLoop) -> None:
+    trace = Trace(record=True)
+    loop, receivers = make_loop(trace=trace), [Received() for _ in range(3)]
+    for number, received in enumerate(receivers):
+        loop.submit(asked(number), received)
+    prompts = sum(received.last.prompt_tokens for received in receivers)
+    loop.shutdown(PATIENCE)
+    events = {name: [event for event in trace.events if event.name == name] for name in ("prefill", "score", "compact")}
+    assert sum(event.payload or 0 for event in events["prefill"]) == prompts
+    assert len(events["score"]) == len(events["compact"]) == 3, "each prompt is compacted once"
+    assert {event.thread for event in trace.events} == {loop._thread.native_id}
+    assert max(sample.size for sample in trace.memory) > 0

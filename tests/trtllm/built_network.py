@@ -34,13 +34,15 @@ def model(name, dtype=torch.float32):
 
 
 class Built:
-    """The network of a model, built by its class of the package."""
+    """The network of a model, built by its class of the package. name: of a small one, or a LoadedModel."""
 
-    def __init__(self, trt, tensorrt_10, name, *, ranks=1, rank=0, dtype=torch.float32, settings=None, **changes):
-        self.loaded = model(name, dtype)
+    def __init__(
+        self, trt, tensorrt_10, name, *, ranks=1, rank=0, dtype=torch.float32, settings=None, page_size=PAGE, **changes
+    ):
+        self.loaded = model(name, dtype) if isinstance(name, str) else name
         traits = self.loaded.traits
         blocks = sum(-(-(len(prompt) + 4) // PAGE) for prompt in PROMPTS)
-        self.memory = PagedMemory(blocks, traits.layers, traits.kv_heads // ranks, PAGE, traits.head_dim, dtype)
+        self.memory = PagedMemory(blocks, traits.layers, traits.kv_heads // ranks, page_size, traits.head_dim, dtype)
         self.stock = Stock(trt, tensorrt_10, self.loaded.model, self.memory, ranks, rank)
         self.settings = engine_settings() if settings is None else settings
         self.changes = changes
@@ -51,7 +53,9 @@ class Built:
         with self.stock.fakes.installed(*MODULES):
             models = importlib.import_module(MODULES[0])
             library = SimpleNamespace(
-                sidecar=SimpleNamespace(sha256=SHA256), path="library.so", register=lambda trt: None
+                sidecar=SimpleNamespace(sha256=self.settings.plugin_sha256),
+                path="library.so",
+                register=lambda trt: None,
             )
             monkeypatch.setattr(models, "PluginLibrary", SimpleNamespace(find=lambda: library))
             monkeypatch.setattr(models, "compile_score_kernels", partial(ScoreKernels, bundle=BUNDLE))

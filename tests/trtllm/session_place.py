@@ -1,6 +1,6 @@
 """A small model's engine and TensorRT-LLM's Python runtime around it, on the CPU: where sessions are tested."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from bpkv_trt.kernels.bundle import pack
+from bpkv_trt.models.loading import LoadedModel
+from bpkv_trt.models.weights import ModelWeights
+from bpkv_trt.trtllm.network_record import KEY
+from bpkv_trt.trtllm.projections import Projections
+from bpkv_trt.trtllm.session_kernels import SessionKernels
 from bpkv_trt.trtllm.sidecar import EngineSidecar
 from tests.trtllm.built_network import Built, prepare
 from tests.trtllm.checked_tensorrt import Description
@@ -33,9 +39,11 @@ class SessionPlace:
     Everything that uses `tensorrt_llm` happens while it is `installed`.
     """
 
-    def __init__(self, trt: ModuleType, tensorrt_10: Description, name: str = "llama", **options: Any) -> None:
-        """options: of `Built` (settings, dtype), and of the build (max_batch_size, max_num_tokens, ..)."""
-        own = {key: options.pop(key) for key in ("settings", "dtype") if key in options}
+    def __init__(
+        self, trt: ModuleType, tensorrt_10: Description, name: str | LoadedModel = "llama", **options: Any
+    ) -> None:
+        """name: of a small model, or one that is loaded. options: of `Built`, and of the build (max_batch_size, ..)."""
+        own = {key: options.pop(key) for key in ("settings", "dtype", "page_size") if key in options}
         with pytest.MonkeyPatch.context() as patch:
             self.built = Built(trt, tensorrt_10, name, **own).build(patch, **options)
         self.options = {"max_beam_width": 1} | prepare(**options)
@@ -62,13 +70,17 @@ class SessionPlace:
         build = names["tensorrt_llm.builder.BuildConfig"](
             plugin_config=plugins, kv_cache_type=KVCacheType.PAGED, **sizes
         )
-        pretrained = stock.config(bpkv=self.built.settings.document())
+        record = getattr(self.built.model.config, KEY)
+        pretrained = stock.config(**{"bpkv": self.built.settings.document(), KEY: record})
         return names["tensorrt_llm.builder.EngineConfig"](pretrained, build, "1.2.1")
 
-    def save(self, folder: Path) -> Path:
-        """The engine's folder, as the build leaves it."""
+    def save(self, folder: Path, versions: Mapping[str, str] | None = None) -> Path:
+        """The engine's folder, as the build leaves it. versions: of what built it."""
         self.fakes["tensorrt_llm.builder.Engine"](self.engine_config(), BUFFER).save(str(folder))
-        EngineSidecar.write(folder, self.built.settings, {})
+        layers, weights = self.built.loaded.traits.layers, ModelWeights(self.built.loaded.model)
+        Projections(tuple(weights.output_projection(layer)[0] for layer in range(layers))).save(folder, 0)
+        SessionKernels(None, (), pack([], folder)).write(folder)  # none is launched on a CPU
+        EngineSidecar.write(folder, self.built.settings, versions or {})
         return folder
 
     def session(self, kind: type | None = None, **options: Any) -> Any:

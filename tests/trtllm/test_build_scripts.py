@@ -124,10 +124,10 @@ def test_a_model_becomes_an_engine(place: BuildPlace) -> None:
         (["--model"], "build_engine.sh: --model has no value"),
         (["--model", "m", "--output", "o", "--tp-size", "0"], "build_engine.sh: --tp-size is '0'"),
         (["--model", "m", "--output", "o", "--output_dir", "p"], "build_engine.sh: --output_dir is set by this script"),
-        (["--model", "m", "--output", "o"], "convert_checkpoint.py: The model's configuration m/config.json does not"),
+        (["--model", "m", "--output", "o"], "build_engine.sh: the model 'm' has no config.json"),
         (["--model", "other", "--output", "o"], "convert_checkpoint.py: The model is of OtherModel, which is not cov"),
         (["--model", ".", "--output", "o"], "convert_checkpoint.py: The model's configuration config.json names no"),
-        (["--model", "m", "--output", "o", "--dtype", "int3"], "convert_checkpoint.py: argument --dtype: invalid"),
+        (["--model", "other", "--output", "o", "--dtype", "int3"], "convert_checkpoint.py: argument --dtype: invalid"),
     ],
     ids=str,
 )
@@ -142,12 +142,20 @@ def test_what_a_model_cannot_become(place: BuildPlace, arguments: list[str], wor
 
 
 def test_without_a_library_it_is_built_first(place: BuildPlace) -> None:
-    """By the one script that does, which says what it lacks."""
+    """By the one script that does, which says what it lacks; a model that is not there is refused before."""
     if any((ROOT / folder / "libbpkv_plugin.so").exists() for folder in ("bpkv_trt", "out/plugin")):
         pytest.skip("this clone has a library")
-    command = ["bash", ROOT / "build_scripts" / "build_engine.sh", "--model", "m", "--output", "o"]
-    done = place.run_any(*command, PYTHON=sys.executable, BPKV_PLUGIN_PATH="", CXX="absent")
-    assert done.returncode == 2 and done.stderr.startswith("build_plugin.sh: "), done.stderr
+    save_model(place.folder / "m")
+    kept = save_checkpoint(place.folder / "kept")
+    for named, first in (
+        (["m"], "build_plugin.sh: "),
+        (["n"], "build_engine.sh: the model 'n' has no config.json"),
+        (["n", "--checkpoint", "absent"], "build_engine.sh: the model 'n' has no config.json"),
+        (["n", "--checkpoint", kept], "build_plugin.sh: "),  # which is used as it is
+    ):
+        command = ["bash", ROOT / "build_scripts" / "build_engine.sh", "--output", "o", "--model", *named]
+        done = place.run_any(*command, PYTHON=sys.executable, BPKV_PLUGIN_PATH="", CXX="absent")
+        assert done.returncode == 2 and done.stderr.startswith(first), done.stderr
 
 
 def test_help_of_the_script() -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from bpkv_trt.errors import BpkvError, PoolExhausted
 from bpkv_trt.runtime.engine import Engine, make_pool
 from bpkv_trt.runtime.generator import Generator
 from bpkv_trt.runtime.sampling import SamplingParams
@@ -138,6 +139,19 @@ def test_a_stream_gives_every_step_and_then_what_was_compacted(place):
     assert torch.equal(place.decode(streamed, PROMPTS, NEW), final)  # nothing is left of it
 
 
+def test_a_stream_ends_with_its_own_batch(place):
+    session = open_session(place)
+    expected = place.decode(session, PROMPTS, NEW)
+    first = place.decode(session, PROMPTS[:1], NEW, streaming=True)
+    next(first)
+    second = place.decode(session, PROMPTS, NEW, streaming=True)
+    next(second)
+    with pytest.raises(BpkvError, match="This stream's batch has ended, since its session began another"):
+        next(first)
+    *_, last = second
+    assert torch.equal(last, expected)
+
+
 def test_stop_words_are_found_by_logical_length(place):
     session = open_session(place, place.built.settings.configured(regime="prefill,generation"))
     full = answers(place.decode(session, PROMPTS[:1], NEW), PROMPTS[:1], NEW)[0]
@@ -174,6 +188,33 @@ def test_a_session_begins_anew_with_every_decode(place):
     assert outputs[0] == outputs[1][::-1]
 
 
+def test_a_bounded_cache_holds_what_compactions_leave(place):
+    """Of a long answer that is a small part of all rows; blocks would run out otherwise."""
+    config = place.built.settings.configured(regime="prefill,generation", budget="0.4", interval=5)
+    whole, bounded = open_session(place, config), open_session(place, config, bounded=True)
+    new = 60
+    assert torch.equal(place.decode(whole, PROMPTS, new), place.decode(bounded, PROMPTS, new))
+    blocks = [each.pools_kv_cache_manager._kv_cache_managers[0].blocks_manager.num_blocks for each in (whole, bounded)]
+    rows = 17 * 4 // 10 + 8 + 5  # of the prompt, and of the answer before it is compacted
+    assert blocks == [3 * -(-(17 + new) // PAGE), 3 * -(-(rows + 1) // PAGE)]
+
+
+def test_a_bounded_cache_says_so_where_a_compaction_did_not_take_place(place, monkeypatch):
+    stock = place.engine._run
+
+    def spoiled(feed):
+        outputs = stock(feed)
+        outputs["bpkv_covered_mass"].fill_(torch.nan)
+        return outputs
+
+    monkeypatch.setattr(place.engine, "_run", spoiled)
+    config = place.built.settings.configured(regime="prefill,generation", budget="0.4", interval=5)
+    with pytest.raises(
+        PoolExhausted, match="one did not take place .not compacted: .* scores are NaN or Inf.* bounded"
+    ):
+        place.decode(open_session(place, config, bounded=True), PROMPTS, 60)
+
+
 def test_hundreds_of_random_batches(place):
     """Blocks balance after every step, and each text is that of the sequence alone on the torch host."""
     chance = random.Random(7)
@@ -188,7 +229,7 @@ def test_hundreds_of_random_batches(place):
             options["budget"] = str(chance.randint(1, 10) / 10)
         config = place.built.settings.configured(**options)
         end = chance.randrange(3, 64)
-        session = open_session(place, config)
+        session = open_session(place, config, bounded=chance.random() < 0.5)
         outputs = place.decode(session, prompts, new, end_id=end, return_dict=True, output_sequence_lengths=True)
         lengths, got = outputs["sequence_lengths"][:, 0].tolist(), answers(outputs["output_ids"], prompts, new)
         evicted += sum(each.entries_before - each.entries_after for own in session.events for each in own)

@@ -41,6 +41,12 @@ def test_an_engine_that_cannot_be_compacted(place, changes, words):
         importlib.import_module(FRESH[0]).BpkvSession(config, BUFFER, mapping, built_engine(place))
 
 
+def test_cuda_graphs(place):
+    with pytest.raises(ConfigError, match="cuda_graph_mode is on, and a graph holds the lengths"):
+        stock = place.session(lambda *given, **named: (given, named))[0]
+        importlib.import_module(FRESH[0]).BpkvSession(*stock, built_engine(place), cuda_graph_mode=True)
+
+
 SETUPS = {
     "beams": ({"beam_width": 2}, "beam_width is 2.*Give 1"),
     "window": ({"max_attention_window_size": 9}, "max_attention_window_size is 9 and a sequence may have 12.*Give 12"),
@@ -76,6 +82,11 @@ DECODES = {
 def test_a_decode_that_cannot_be_compacted(place, changes, words):
     with pytest.raises(ConfigError, match=words):
         place.decode(open_session(place), [PROMPT], 4, **changes)
+
+
+def test_prompts_that_are_more_than_one_run_takes(place):
+    with pytest.raises(ConfigError, match="The prompts have 12 tokens, and one run of the engine takes 11"):
+        place.decode(open_session(place), [[5, 9, 33, 2], PROMPT], 4)
 
 
 def test_a_budget_below_what_is_protected_of_one_prompt(place):

@@ -113,10 +113,26 @@ def test_a_runtime_changes_what_is_not_compiled_in() -> None:
     assert built.configured() == built.config
     for options, said in (
         ({"positions": 9, "recent": 64}, "positions is 9, and the engine was built for at most 8"),
-        ({"regime": "deferred", "defer": 4}, "regime is deferred, .* by 12 positions .* built for at most 8"),
+        (
+            {"regime": "deferred", "defer": 4},
+            r"regime is deferred, .* positions \+ defer, 8 \+ 4, .* at most 8 together: give fewer positions or a "
+            "smaller defer, or build an engine with --bpkv_regime deferred --bpkv_defer 4",
+        ),
         ({"top_k": 16}, "top_k is 16, and the engine was built for 32"),
         ({"page_size": 64}, "page_size is 64, and the engine was built for 32"),
         ({"scope": "layer"}, "scope is layer, which an engine cannot have"),
     ):
         with pytest.raises(ConfigError, match=said):
             built.configured(**options)
+
+
+def test_an_engine_is_deferred_within_what_it_was_built_for() -> None:
+    """Positions and defer share what there are kernels for: more of one for less of the other."""
+    assert settings(positions=8).configured(regime="deferred", positions=5, defer=3).scoring_positions == 8
+    built = settings(positions=8, regime="deferred", defer=4)
+    assert built.configured(positions=2, defer=10).scoring_positions == 12
+    with pytest.raises(
+        ConfigError, match=r"2 \+ 11, .* at most 12 together: .* --bpkv_regime deferred --bpkv_defer 11"
+    ):
+        built.configured(positions=2, defer=11)
+    assert settings(positions=8, regime="deferred", defer=11).configured(positions=2).defer == 11, "as advised"

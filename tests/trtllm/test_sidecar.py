@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from bpkv_trt import __version__, doctor
+from bpkv_trt.cli import main
 from bpkv_trt.config import BpkvConfig
-from bpkv_trt.doctor import engine_finding
+from bpkv_trt.doctor import Finding, engine_finding
 from bpkv_trt.errors import BpkvError, ConfigError, InputError
 from bpkv_trt.trtllm import sidecar
 from bpkv_trt.trtllm.plugin_library import PluginLibrary, Sidecar
@@ -199,8 +200,57 @@ def test_the_doctor_tells_whether_an_engine_goes_with_what_is_here(
     EngineSidecar.write(save_engine(engine, settings.document()), settings, VERSIONS)
     monkeypatch.setattr(doctor, "version", {"tensorrt": "10.14.1", "tensorrt_llm": "1.1.0"}.get)
     finding = engine_finding(engine)
-    assert finding.status == "broken" and finding.detail == "built with tensorrt_llm 1.2.1, here 1.1.0"
+    assert finding.status == "broken" and "built with tensorrt_llm 1.2.1, and here is 1.1.0" in finding.detail
     monkeypatch.setattr(doctor, "version", VERSIONS.get)
+    for capability, status, words in (
+        (None, "ok", "kernels for 90a, and no GPU here"),
+        ((9, 0), "ok", "kernels for 90a, which the GPU here runs"),
+        ((10, 0), "broken", "kernels for 90a, and the GPU, of compute capability 10.0, runs none of them"),
+    ):
+        monkeypatch.setattr(doctor, "_compute_capability", lambda capability=capability: capability)
+        finding = engine_finding(engine)
+        assert finding.status == status and words in finding.detail
+    built = {**VERSIONS, "tensorrt": "11.0.0"}
+    EngineSidecar.write(engine, settings, built)
+    monkeypatch.setattr(doctor, "version", built.get)
     finding = engine_finding(engine)
-    assert finding.status == "ok" and "kernels for 90a" in finding.detail
+    assert finding.status == "broken"
+    assert "was built for TensorRT 10.14.1, and 11.0.0 is installed" in finding.detail
     assert "does not exist" in engine_finding(tmp_path / "nothing").detail
+
+
+def test_the_doctor_takes_a_library_that_lies_elsewhere(
+    tmp_path: Path, engine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In place of what is found; both findings go by it, and the report does not overwrite it."""
+    monkeypatch.setenv("BPKV_PLUGIN_PATH", str(tmp_path / "absent.so"))
+    monkeypatch.setattr(doctor, "version", VERSIONS.get)
+    monkeypatch.setattr(doctor, "_compute_capability", lambda: None)
+    monkeypatch.setattr(doctor, "_module", lambda name, *_: Finding(name, "ok", ""))  # takes a minute
+    library = tmp_path / "elsewhere.so"
+    library.write_bytes(b"library")
+    sha256 = hashlib.sha256(b"library").hexdigest()
+    told = {"schema_version": 1, "sha256": sha256, "abi": 1, "tensorrt": "10.14.1", "targets": ["90a"]}
+    library.with_suffix(".json").write_text(json.dumps(told))
+    settings = SETTINGS.model_copy(update={"plugin_sha256": sha256})
+    EngineSidecar.write(save_engine(engine, settings.document()), settings, VERSIONS)
+
+    def said(*options: object) -> dict[str, str]:
+        assert main(["doctor", "--engine-dir", str(engine), *map(str, options)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return {name: rest for name, _, rest in (line.partition(": ") for line in lines)}
+
+    without, given = said(), said("--plugin-lib", library)
+    assert without["engine"].startswith("broken: ") and "absent.so" in without["engine"]
+    assert given["engine"].startswith("ok: ")
+    assert "absent.so" in without["plugin library"]
+    assert "absent.so" not in given["plugin library"] and "elsewhere.so" in given["plugin library"]
+    assert main(["doctor", "--plugin-lib", str(library), "--json", str(library)]) == 2
+    assert "--plugin-lib" in capsys.readouterr().err and library.read_bytes() == b"library"
+
+
+def test_the_doctor_asks_for_the_folder_of_an_engine(engine: Path) -> None:
+    for name in ("rank0.engine", "config.json"):
+        finding = engine_finding(engine / name)
+        assert finding.status == "broken"
+        assert finding.detail == f"{engine / name} is a file; give the engine's folder, {engine}, to --engine-dir"

@@ -18,14 +18,14 @@ from tests.trtllm.session_place import SessionPlace
 FRESH = ("bpkv_trt.runtime.trtllm_session", "bpkv_trt.runtime.engine_ports")  # they import TensorRT-LLM
 
 
-def built_engine(place: SessionPlace) -> BuiltEngine:
+def built_engine(place: SessionPlace, kernels: Any = None) -> BuiltEngine:
     """As its folder would give it, with the model's own projections."""
     record = NetworkRecord.from_pretrained({KEY: getattr(place.built.model.config, KEY)}, "this test")
     limits = EngineLimits.model_validate(place.options)
-    return BuiltEngine(place.built.settings, limits, record.traits, ModelWeights(place.built.loaded.model))
+    return BuiltEngine(place.built.settings, limits, record.traits, ModelWeights(place.built.loaded.model), kernels)
 
 
-def open_session(place: SessionPlace, config: BpkvConfig | None = None) -> Any:
+def open_session(place: SessionPlace, config: BpkvConfig | None = None, kernels: Any = None, **options: Any) -> Any:
     """A session that is watched; unused rows of its pool are NaN."""
     stock = importlib.import_module(FRESH[0]).BpkvSession
 
@@ -40,6 +40,8 @@ def open_session(place: SessionPlace, config: BpkvConfig | None = None) -> Any:
         def _get_next_step_shape_buffer(self, *given: Any, **named: Any) -> Any:
             tensors = super()._get_next_step_shape_buffer(*given, **named)
             self.pool.check_integrity()
+            [manager] = self.pools_kv_cache_manager._kv_cache_managers
+            assert manager.lens == [row + 1 for row in self._batch.rows], "blocks are held for rows that never come"
             for sequence in self.pool.sequences:
                 self._note(sequence)
             offsets = self.pools_kv_cache_manager.get_block_offsets(1)
@@ -58,7 +60,7 @@ def open_session(place: SessionPlace, config: BpkvConfig | None = None) -> Any:
             assert not bool((held & (known < NEVER)).any()), "an entry came back"
             self.evicted_at[sequence] = torch.where(~held & (known == NEVER), end, known)
 
-    return place.session(Watched, built=built_engine(place), config=config, poison=True)
+    return place.session(Watched, built=built_engine(place, kernels), config=config, poison=True, **options)
 
 
 def hidden_from(session: Any, sequence: int, tokens: Sequence[int]) -> Tensor:

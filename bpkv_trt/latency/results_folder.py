@@ -1,0 +1,60 @@
+"""The folder that a profiling session leaves: what was run, on what, and what came of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bpkv_trt.documents import LARGEST_REPORT, check_directory, write_json, write_whole
+from bpkv_trt.errors import InputError
+from bpkv_trt.input_file import read_file
+from bpkv_trt.latency.budget_table import COMPACTION
+
+_OF_A_RUN = {
+    "budget", "entries_before", "entries_after", "bytes_after", "bytes_peak", "first_token_s", "answer_s",
+    "decode_step_s", "seconds",
+}  # fmt: skip
+
+
+class ResultsFolder:
+    """Names of its files, and how they are written and read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.environment = path / "environment.json"
+        self.profile = path / "profile.yaml"
+        self.runs = path / "runs.json"
+        self.trace = path / "trace.json"
+        self.nsys_report = path / "trace.nsys-rep"
+        self.nsys_database = path / "trace.sqlite"
+        self.nsys_log = path / "nsys.log"
+        self.report = path / "report.json"
+        self.report_text = path / "report.txt"
+
+    def check_new(self) -> None:
+        """Raise InputError where results could not be written, or others are there."""
+        check_directory(self.path)
+        if self.path.is_dir() and any(self.path.iterdir()):
+            raise InputError(f"The folder {self.path} is not empty, and is left as it is; give --output another name.")
+
+    def write(self, file: Path, content: dict[str, Any] | str) -> None:
+        """One of the files, a document or text; raises InputError where the disk refuses it."""
+        self.path.mkdir(exist_ok=True)
+        if isinstance(content, dict):
+            write_json(file, content)
+            return
+        try:
+            write_whole(file, content.encode())
+        except OSError as error:
+            raise InputError(f"The output {file} cannot be written ({error.strerror}); free space.") from None
+
+    def read_runs(self) -> list[dict[str, Any]]:
+        """The rows of runs; raises InputError where they are damaged."""
+        content = read_file(self.runs, LARGEST_REPORT, "runs", "bpkv profile report")
+        try:
+            runs: list[dict[str, Any]] = json.loads(content)["runs"]
+            whole = runs and all(run.keys() >= _OF_A_RUN and run["seconds"].keys() >= {*COMPACTION} for run in runs)
+        except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+            whole = False
+        if not whole:
+            raise InputError(f"The file {self.runs} is damaged: it is not what a session writes. Run it again.")
+        return runs
