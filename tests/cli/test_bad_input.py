@@ -166,7 +166,7 @@ def test_what_a_user_keeps_in_a_file_is_never_overwritten(
 
 
 def test_documents_of_ours_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bpkv_trt.cli.examine", lambda engine: [])
+    monkeypatch.setattr("bpkv_trt.cli.examine", lambda *given: [])
     out, link = tmp_path / "out.json", tmp_path / "link.json"
     link.symlink_to(out)
     for path in (out, link, out):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from bpkv_trt.trtllm.score_kernels import compile_score_kernels
 from bpkv_trt.trtllm.session_kernels import compile_session_kernels
+from bpkv_trt.trtllm.sidecar import KERNELS
 from tests.plugin.configurations import CONFIGURATIONS, SESSIONS, TARGETS
 
 if __name__ == "__main__":
@@ -16,4 +17,6 @@ if __name__ == "__main__":
         kernels = compile_score_kernels(configuration, TARGETS[name], folder / "cache")
         (folder / f"{name}.bundle").write_bytes(kernels.bundle)
     for name, configuration in SESSIONS.items():
-        compile_session_kernels(configuration, ["90a"], folder / "session_cache").write(folder / f"{name}.kernels")
+        kernels = compile_session_kernels(configuration, ["90a"], folder / "session_cache")
+        kernels.write(folder)
+        (folder / KERNELS).rename(folder / f"{name}.kernels")

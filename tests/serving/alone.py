@@ -31,7 +31,9 @@ def alone(
 ) -> tuple[str, int, int]:
     """The answer's text, entries kept and bytes freed by the prompt's compaction."""
     config = BpkvConfig(policy=policy, budget=budget, seed=seed)
-    request = GenerateRequest(model, text, config, raw=raw, max_new_tokens=max_tokens, temperature=temperature)
+    request = GenerateRequest(
+        model=model, prompt=text, config=config, raw=raw, max_new_tokens=max_tokens, temperature=temperature
+    )
     report = run_generate(request, Silent())
     pool = report["pool"]
     return report["text"], report["budget"]["entries_kept"], pool["bytes_before"] - pool["bytes_after"]

@@ -34,10 +34,24 @@ def model(name, dtype=torch.float32):
 
 
 class Built:
-    """The network of a model, built by its class of the package. name: of a small one, or a LoadedModel."""
+    """The network of a model, built by its class of the package.
+
+    name: of a small one, or a LoadedModel. library: SHA-256 of the plugin's, by default that of the settings.
+    """
 
     def __init__(
-        self, trt, tensorrt_10, name, *, ranks=1, rank=0, dtype=torch.float32, settings=None, page_size=PAGE, **changes
+        self,
+        trt,
+        tensorrt_10,
+        name,
+        *,
+        ranks=1,
+        rank=0,
+        dtype=torch.float32,
+        settings=None,
+        library=None,
+        page_size=PAGE,
+        **changes,
     ):
         self.loaded = model(name, dtype) if isinstance(name, str) else name
         traits = self.loaded.traits
@@ -45,6 +59,7 @@ class Built:
         self.memory = PagedMemory(blocks, traits.layers, traits.kv_heads // ranks, page_size, traits.head_dim, dtype)
         self.stock = Stock(trt, tensorrt_10, self.loaded.model, self.memory, ranks, rank)
         self.settings = engine_settings() if settings is None else settings
+        self.library = library or self.settings.plugin_sha256
         self.changes = changes
 
     @contextmanager
@@ -53,7 +68,7 @@ class Built:
         with self.stock.fakes.installed(*MODULES):
             models = importlib.import_module(MODULES[0])
             library = SimpleNamespace(
-                sidecar=SimpleNamespace(sha256=self.settings.plugin_sha256),
+                sidecar=SimpleNamespace(sha256=self.library),
                 path="library.so",
                 register=lambda trt: None,
             )

@@ -23,6 +23,7 @@ from tests.trtllm.built_network import (
     PAGE,
     POSITIONS,
     PROMPTS,
+    SHA256,
     Built,
     K,
     engine_settings,
@@ -468,7 +469,7 @@ def test_settings_are_the_checkpoints_or_the_builds(trt, tensorrt_10, monkeypatc
 def test_another_plugin_than_the_build_began_with_is_an_error(trt, tensorrt_10, monkeypatch, changes, words):
     settings = engine_settings().model_copy(update=changes)
     with pytest.raises(BpkvError, match=words):
-        Built(trt, tensorrt_10, "llama", settings=settings).build(monkeypatch)
+        Built(trt, tensorrt_10, "llama", settings=settings, library=SHA256).build(monkeypatch)
 
 
 def test_every_class_can_be_named_to_another_process(trt, tensorrt_10, monkeypatch):
