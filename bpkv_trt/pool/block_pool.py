@@ -190,6 +190,11 @@ class BlockPool:
         return torch.from_numpy(np.stack([part.table.offsets() for part in self._parts]))
 
     @property
+    def most_rows(self) -> int:
+        """Rows that a sequence's list of blocks can come to hold, in the widest of the pools' tables."""
+        return max(part.table.manager.blocks_manager.max_blocks_per_seq for part in self._parts) * self.page_size
+
+    @property
     def sequences(self) -> tuple[int, ...]:
         """Handles of the sequences held."""
         return tuple(self._positions)

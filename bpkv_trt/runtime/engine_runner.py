@@ -65,7 +65,7 @@ class EngineRunner:
         Raises BpkvError, of the kind that fits.
         """
         folder = Path(folder)
-        sidecar = EngineSidecar.read(folder)  # what takes no time first: importing TensorRT-LLM may take a minute
+        sidecar = EngineSidecar.read(folder)  # before TensorRT-LLM, whose import may take a minute
         config = configured(sidecar.settings, options or {})
         library = PluginLibrary.find(plugin_lib)
         sidecar.check_library(library)
@@ -76,7 +76,7 @@ class EngineRunner:
 
         sidecar.check_versions({"tensorrt": tensorrt.__version__, "tensorrt_llm": stock.version})
         try:
-            built = BuiltEngine.open(folder, library, device)
+            built = BuiltEngine.open(folder, sidecar, device)
             library.register(tensorrt)  # TensorRT asks for it when it loads the engine
             return cls._load(folder, built, config, trace, bounded)
         except torch.OutOfMemoryError:

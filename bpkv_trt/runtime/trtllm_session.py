@@ -133,7 +133,6 @@ class BpkvSession(GenerationSession):  # type: ignore[misc]
         with self._launching():
             pool = self._pool()
         self._batch = SessionBatch(self.config, self.built.traits, pool, self.built.projections, self.trace)
-        self._rows = prompts
         self._evicted = torch.zeros(len(prompts), dtype=torch.int32, device=self.device)
         self._lengths = torch.zeros_like(self._evicted)
         tensors = super()._get_context_shape_buffer(*args, **kwargs)
@@ -169,7 +168,7 @@ class BpkvSession(GenerationSession):  # type: ignore[misc]
         assert self._batch is not None
         pool = self._batch.pool
         inputs = {**scored, "bpkv_pool_pointers": self._pool_pointers}
-        return tensors | self._ports.bind(inputs, len(pool.sequences), pool.block_offsets().shape[-1] * pool.page_size)
+        return tensors | self._ports.bind(inputs, len(pool.sequences), pool.most_rows)
 
     def _launching(self) -> AbstractContextManager[None]:
         """Kernels run inside are those that were compiled with the engine."""

@@ -11,7 +11,6 @@ from bpkv_trt.core.traits import ModelTraits
 from bpkv_trt.errors import InputError
 from bpkv_trt.kernels.compiled_kernels import CompiledKernels
 from bpkv_trt.trtllm.network_record import NetworkRecord
-from bpkv_trt.trtllm.plugin_library import PluginLibrary
 from bpkv_trt.trtllm.projections import Projections
 from bpkv_trt.trtllm.settings import EngineSettings
 from bpkv_trt.trtllm.sidecar import KERNELS, EngineSidecar, read_config
@@ -43,13 +42,11 @@ class BuiltEngine:
     cache_scales: tuple[float, ...] | None = None
 
     @classmethod
-    def open(cls, folder: Path, library: PluginLibrary, device: torch.device, rank: int = 0) -> "BuiltEngine":
-        """Check the folder against its sidecar and the library, and load what a session needs beside the engine.
+    def open(cls, folder: Path, sidecar: EngineSidecar, device: torch.device, rank: int = 0) -> "BuiltEngine":
+        """Load what a session needs beside the engine. sidecar: the folder's, read from it and so checked against it.
 
-        Raises InputError or ConfigError where they do not belong together.
+        Raises InputError or ConfigError where the folder, or the device, is not one that a session can run.
         """
-        sidecar = EngineSidecar.read(folder)
-        sidecar.check_library(library)
         if device.type == "cuda":
             sidecar.settings.check_gpu(torch.cuda.get_device_capability(device))
         config = read_config(folder)
