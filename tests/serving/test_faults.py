@@ -281,7 +281,7 @@ def test_a_full_queue_is_told_and_takes_requests_again(server: TritonServer) -> 
 
 def test_a_crowd_with_faults_in_it_gets_right_answers_or_reasons(server: TritonServer) -> None:
     """Short requests of every kind, some of them ended by their clients: soak.py runs any number of them."""
-    done = soak(server, requests=300, clients=8, seed=0)
+    done = soak(server, range(300), clients=8, seed=0)
     assert sum(done.values()) == 300 and done["wrong"] == 0 and done["failed"] == 0
     assert min(done["right"], done["left"], done["refused"]) > 20
 
