@@ -49,16 +49,21 @@ class Server:
 
     async def answer(self, inputs: Inputs) -> AsyncIterator[Piece]:
         """Pieces as they come. Raises Refusal. Closed before its end, it ends the request on the server too."""
+        ended = False
         call = self._client.stream_infer(_once({"model_name": self.model, "inputs": _tensors(inputs)}))
         try:
             async for result, error in call:
                 if error is not None:
                     raise Refusal.by_server(error.message())
-                yield _piece(result)
+                piece = _piece(result)
+                ended = piece.finish_reason is not None
+                yield piece
         except grpc.aio.AioRpcError as error:
             raise Refusal(503, f"The server at {self.address} cannot be reached ({error.details()}).") from None
         finally:
             call.cancel()
+        if not ended:
+            raise Refusal(503, f"The server at {self.address} left the answer without an end; ask again later.")
 
 
 async def _once(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:

@@ -1,7 +1,9 @@
 """OpenAI's own client asks the front of a real server: what it gets is what the server and `bpkv generate` answer."""
 
 import json
+import os
 import random
+import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -328,6 +330,19 @@ def test_a_server_that_is_not_there_is_told(tmp_path: Any) -> None:
             assert refused.value.status_code == 503
         health = httpx.get(f"http://127.0.0.1:{front.port}/health")
         assert health.status_code == 503 and "does not answer" in health.json()["error"]["message"]
+
+
+def test_a_server_that_dies_is_told(serve: Serve) -> None:
+    with serve("--pool-size", "16MiB") as server, Front(server.grpc) as front:
+        with OpenAI(base_url=front.url, api_key="a", max_retries=0) as client:
+            begun = client.completions.create(**ENDLESS_BY_SDK, stream=True, extra_body={"bpkv_policy": "snapkv"})
+            assert next(iter(begun)).choices[0].text
+            os.kill(server.model_process(), signal.SIGKILL)
+            with pytest.raises(APIError):
+                list(begun)
+            server.process.wait(60)
+            with pytest.raises(InternalServerError, match="cannot be reached"):
+                client.completions.create(model="bpkv", prompt=TEXT)
 
 
 def test_where_it_cannot_listen_and_what_is_no_server(capsys: pytest.CaptureFixture[str]) -> None:
