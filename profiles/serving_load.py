@@ -58,7 +58,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prompt, size = write_inputs(folder, options)
-        limits = ["--pool-size", f"{size // 1024}KiB", "--page-size", str(options.page_size)]
+        limits = ["--pool-size", f"{size // 1024}KiB", "--page-size", str(options.page_size), "--timeout-s", "7200"]
         limits += ["--chunk-tokens", str(options.chunk_tokens or prompt), "--queue-limit", str(options.concurrency)]
         for arm, policy in ARMS.items():
             with served(folder, triton, [*limits, *policy]) as (server, front), watched(server) as running:
@@ -135,7 +135,7 @@ def measure(front: Front, folder: Path, aiperf: Path, options: argparse.Namespac
     command += ["--streaming", "--use-server-token-count", "--tokenizer", str(folder / "model")]
     command += ["--input-file", str(folder / "prompts.jsonl"), "--custom-dataset-type", "single_turn"]
     command += ["--request-count", str(options.requests), "--concurrency", str(options.concurrency)]
-    command += ["--warmup-request-count", "2", "--extra-inputs", f"max_tokens:{options.new_tokens}"]
+    command += ["--warmup-request-count", "1", "--extra-inputs", f"max_tokens:{options.new_tokens}"]
     command += ["--artifact-dir", str(folder / "aiperf")]
     # Offline, aiperf takes no tokenizer by its path either.
     online = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
@@ -144,7 +144,7 @@ def measure(front: Front, folder: Path, aiperf: Path, options: argparse.Namespac
         sys.exit(f"aiperf failed:\n{done.stdout[-4000:]}")
     lines = (folder / "aiperf" / "profile_export.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if record["metadata"]["benchmark_phase"] == "profiling"]
-    tokens = [record["metrics"]["usage_completion_tokens"]["value"] for record in records]
+    tokens = [record["metrics"].get("usage_completion_tokens", {}).get("value") for record in records]
     if tokens != [options.new_tokens] * options.requests:
         sys.exit(f"Not {options.requests} answers of {options.new_tokens} tokens, but {tokens}: nothing was measured.")
     found = json.loads((folder / "aiperf" / "profile_export_aiperf.json").read_text())
