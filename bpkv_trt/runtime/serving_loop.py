@@ -157,7 +157,7 @@ class ServingLoop:
         engine = self._engines.of(request.options)
         sampling = request.sampling(engine.statistics.stop_tokens)
         with self._encoding:  # tokenizers may not be used by two threads
-            (prompt,) = self._loaded.encoder.encode(request.text, request.question, raw=request.raw)
+            prompt = request.encoded(self._loaded.encoder)
         batched = self.batch.prepare(engine, prompt, sampling)
         self._require_memory(engine, len(prompt) + request.max_tokens)
         deadline = None if request.timeout_s is None else submitted + request.timeout_s

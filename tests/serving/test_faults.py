@@ -123,6 +123,25 @@ def test_what_cannot_be_honoured_is_refused_and_told_why(server: TritonServer, n
     assert why in refused.value.message and is_clean(refused.value.message.replace("/work", "")), refused.value.message
 
 
+CONVERSATIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "beside a text": ({"text_input": "a"}, "both given"),
+    "beside a question": ({"bpkv_question": "Why?"}, "into the last one of the user"),
+    "raw": ({"bpkv_raw": True}, "chat template"),
+    "no JSON": ({"bpkv_messages": "["}, "JSON"),
+    "no role of ours": ({"bpkv_messages": '[{"role": "tool", "content": "a"}]'}, "system, user or assistant"),
+    "blank": ({"bpkv_messages": '[{"role": "user", "content": " "}]'}, "empty"),
+    "long": ({"bpkv_messages": f'[{{"role": "user", "content": "{"a" * 100_000}"}}]'}, "takes up to 100000"),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_a_conversation_that_cannot_be_had_is_refused_and_told_why(server: TritonServer, name: str) -> None:
+    inputs, why = CONVERSATIONS[name]
+    with pytest.raises(Refused) as refused:
+        generate(server, None, **{"bpkv_messages": '[{"role": "user", "content": "a"}]', **inputs})
+    assert refused.value.status == 400 and why in refused.value.message and is_clean(refused.value.message)
+
+
 @pytest.mark.parametrize("text", ["", "  ", "\n"], ids=["empty", "blank", "newline"])
 def test_nothing_to_answer_is_refused(server: TritonServer, text: str) -> None:
     with pytest.raises(Refused, match="empty"):

@@ -43,7 +43,7 @@ def test_it_writes_the_template_and_the_settings(tmp_path: Path, monkeypatch: py
 def test_the_description_has_every_input_that_is_read_and_no_other() -> None:
     inputs, outputs = (template() / "config.pbtxt").read_text().split("\noutput [")
     assert sorted(re.findall(r'name: "(\w+)" data_type', inputs)) == sorted(NAMES)
-    assert "decoupled: true" in inputs and len(re.findall("data_type", outputs)) == 5
+    assert "decoupled: true" in inputs and len(re.findall("data_type", outputs)) == 7
 
 
 def test_one_of_ours_is_replaced_and_nothing_of_it_stays(tmp_path: Path) -> None:

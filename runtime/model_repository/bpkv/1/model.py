@@ -228,6 +228,8 @@ def _outputs(text: str, reason: str | None, end: ServingOutput | None) -> list[A
             "bpkv_entries_kept": end.entries_kept,
             "bpkv_entries_total": end.entries_total,
             "bpkv_bytes_freed": end.bytes_freed,
+            "bpkv_prompt_tokens": end.prompt_tokens,
+            "bpkv_generated_tokens": end.tokens,
         }
         tensors += [pb_utils.Tensor(name, np.array([number], dtype=np.int64)) for name, number in numbers.items()]
     return tensors
