@@ -8,6 +8,7 @@ from rich.console import Console
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.budget import parse_bytes
+from bpkv_trt.documents import check_destination
 from bpkv_trt.errors import ConfigError
 from bpkv_trt.model_repository import check_output, write_repository
 from bpkv_trt.models.catalogue import CATALOGUE
@@ -32,6 +33,8 @@ def add_model_repository(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--engine-dir", type=file_path, metavar="E", help="refused: engines are not served yet")
     what.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default=ServingSettings.dtype)
     what.add_argument("--device", choices=("auto", "cpu", "cuda"), default=ServingSettings.device)
+    trace = "when the server ends, write there when each range ran, in Chrome's format"
+    what.add_argument("--trace", type=file_path, metavar="OUT", help=trace)
     limits = parser.add_argument_group("limits")
     limits.add_argument("--pool-size", metavar="SIZE", help="of keys and values, all requests together (default 1GiB)")
     for name, (meaning, kind) in LIMITS.items():
@@ -52,10 +55,14 @@ def _model_repository(options: argparse.Namespace) -> None:
         raise ConfigError("--model is missing; `bpkv model-repository --help` lists the options.")
     config = config_from(options)
     check_output(options.output)
+    if options.trace is not None:
+        inputs = ("--config", options.config), ("--layer-table", config.layer_table)
+        check_destination(options.trace, inputs, flag="--trace")
     limits = {name: getattr(options, name) for name in LIMITS}
     if options.pool_size is not None:
         limits["pool_bytes"] = parse_bytes(options.pool_size, "--pool-size")
-    settings = ServingSettings(options.model, _rooted(config), dtype=options.dtype, device=options.device, **limits)
+    place = {"dtype": options.dtype, "device": options.device, "trace": options.trace and str(options.trace.absolute())}
+    settings = ServingSettings(options.model, _rooted(config), **place, **limits)
     with importing("model-repository"):
         from bpkv_trt.models.source import ModelSource
         from bpkv_trt.policies.registry import refuse_idle, settled
