@@ -124,6 +124,10 @@ class ServingLoop:
             raise
         return handle
 
+    def check(self, request: ServingRequest) -> None:
+        """Raise what `submit` would raise for a request that can never be served, and take nothing."""
+        self._prepare(request, lambda _: None)
+
     def cancel(self, handle: int) -> bool:
         """End a request at the next step, whatever its stage; any thread, any number of times.
 

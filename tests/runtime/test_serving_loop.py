@@ -187,6 +187,18 @@ def test_a_stop_string_ends_an_answer_before_it(make_loop: MakeLoop) -> None:
     assert received.text == whole[: whole.index(stop)] and received.last.tokens < 12
 
 
+def test_stop_tokens_end_an_answer_unless_they_are_ignored(
+    make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = frozenset(range(loaded("tiny-llama").model.config.vocab_size))
+    monkeypatch.setattr("bpkv_trt.runtime.engine.stop_tokens_of", lambda *_: every)
+    loop, ended, whole = make_loop(), Received(), Received()
+    loop.submit(asked(2), ended)
+    loop.submit(asked(2, ignore_stop_tokens=True), whole)
+    assert (ended.last.finish_reason, ended.last.tokens) == ("stop", 0)
+    assert (whole.last.finish_reason, whole.last.tokens) == ("length", 12)
+
+
 STAGES: dict[str, tuple[type, str]] = {
     "in prefill": (TorchHost, "forward"),
     "before scoring": (Compactor, "on_context_step_end"),
@@ -347,7 +359,11 @@ def test_what_cannot_be_served_is_refused_at_once(make_loop: MakeLoop) -> None:
     for request, error, words in refused:
         with pytest.raises(error, match=words):
             loop.submit(request, received)
-    assert received.outputs == [] and loop.metrics.snapshot().requests["refused"] == len(refused)
+        with pytest.raises(error, match=words):
+            loop.check(request)
+    loop.check(asked(1, tokens=20))
+    counted = loop.metrics.snapshot()
+    assert received.outputs == [] and counted.requests["refused"] == sum(counted.requests.values()) == len(refused)
 
 
 def test_scoring_that_memory_cannot_hold_is_refused_at_once(
