@@ -74,7 +74,9 @@ def make_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeLoop]:
         model, config = loaded("tiny-llama"), BpkvConfig(**{**CONFIG, **(options or {})})
         traits = model.traits
         size = rows * traits.layers * traits.kv_heads * (2 * traits.head_dim * 4 + 4)
-        loops.append(ServingLoop(model, config, pool_bytes=size, poison=True, **{"chunk_tokens": 64, **sizes}))
+        of_loop = {name: sizes.pop(name) for name in ("queue_limit", "metrics") if name in sizes}
+        batch = ServingBatch.over(model, config, pool_bytes=size, poison=True, **{"chunk_tokens": 64, **sizes})
+        loops.append(ServingLoop(batch, model, **of_loop))
         assert loops[-1].batch.pool.pages == rows * traits.layers * traits.kv_heads // config.page_size
         return loops[-1]
 
@@ -341,7 +343,7 @@ def test_what_cannot_be_served_is_refused_at_once(make_loop: MakeLoop) -> None:
         (asked(1, options={"budget": "lots"}), ConfigError, "not a budget"),
         (asked(1, options={"policy": "best"}), ConfigError, "not a policy"),
         (asked(1, options={"layer_table": "/etc/passwd"}), ConfigError, "file of the server"),
-        (asked(1, options={1: 2}), ConfigError, "names of options"),
+        (asked(1, options={1: 2}), InputError, "names of options"),
         (asked(1, max_tokens=200, options={"policy": "full"}), PoolExhausted, "in all"),
     )
     for request, error, words in refused:
@@ -353,7 +355,7 @@ def test_what_cannot_be_served_is_refused_at_once(make_loop: MakeLoop) -> None:
 def test_scoring_that_memory_cannot_hold_is_refused_at_once(
     make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bpkv_trt.runtime.serving_loop.free_bytes", lambda _: 1 << 28)
+    monkeypatch.setattr("bpkv_trt.runtime.serving_batch.free_bytes", lambda _: 1 << 28)
     loop, received = make_loop(), Received()
     with pytest.raises(InputError, match="more than the 256 MiB .* lower what was raised of top_k"):
         loop.submit(asked(1, options={"probes": 1024, "refine": 2**16}), Received())

@@ -14,6 +14,7 @@ import triton_python_backend_utils as pb_utils
 from bpkv_trt.errors import BpkvError, QueueFull
 from bpkv_trt.models.loading import load_model
 from bpkv_trt.models.placement import device_of, dtype_of
+from bpkv_trt.runtime.serving_batch import ServingBatch
 from bpkv_trt.runtime.serving_loop import ServingLoop
 from bpkv_trt.runtime.serving_metrics import BOUNDS, COUNTERS, GAUGES, HISTOGRAMS, OUTCOMES, REQUESTS, ServingMetrics
 from bpkv_trt.runtime.serving_request import ServingOutput
@@ -200,15 +201,14 @@ class Answer:
 def _start(settings: ServingSettings, metrics: ServingMetrics) -> ServingLoop:
     device = device_of(settings.device)
     loaded = load_model(settings.model, dtype=dtype_of(settings.dtype, device), device=device)
-    return ServingLoop(
+    batch = ServingBatch.over(
         loaded,
         settings.config,
         pool_bytes=settings.pool_bytes,
-        queue_limit=settings.queue_limit,
         chunk_tokens=settings.chunk_tokens,
         most_running=settings.most_running,
-        metrics=metrics,
     )
+    return ServingLoop(batch, loaded, queue_limit=settings.queue_limit, metrics=metrics)
 
 
 def _tensors(request: Any) -> Iterator[tuple[str, Any]]:
