@@ -4,7 +4,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -26,32 +25,9 @@ from bpkv_trt.runtime.step import Chunk
 from bpkv_trt.runtime.torch_host import TorchHost
 from build_scripts.recall_text import recall_prompt
 from tests.runtime.conftest import SMALL, loaded
+from tests.runtime.received import PATIENCE, Received
 
-PATIENCE = 60.0  # seconds, for what takes a fraction of one
 CONFIG: dict[str, Any] = {**SMALL, "budget": "0.3", "lookahead": 4, "rehearsal": 0, "refine": 8}
-
-
-@dataclass
-class Received:
-    """What one receiver was given."""
-
-    outputs: list[ServingOutput] = field(default_factory=list)
-    ended: threading.Event = field(default_factory=threading.Event)
-
-    def __call__(self, output: ServingOutput) -> None:
-        assert not self.ended.is_set(), "an output after the last one"
-        self.outputs.append(output)
-        if output.finish_reason is not None:
-            self.ended.set()
-
-    @property
-    def last(self) -> ServingOutput:
-        assert self.ended.wait(PATIENCE)
-        return self.outputs[-1]
-
-    @property
-    def text(self) -> str:
-        return "".join(output.text for output in self.outputs)
 
 
 MakeLoop = Callable[..., ServingLoop]

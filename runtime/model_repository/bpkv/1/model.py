@@ -12,9 +12,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from bpkv_trt.errors import BpkvError, QueueFull
-from bpkv_trt.models.loading import load_model
-from bpkv_trt.models.placement import device_of, dtype_of
-from bpkv_trt.runtime.serving_batch import ServingBatch
+from bpkv_trt.runtime.serving_host import open_batch
 from bpkv_trt.runtime.serving_loop import ServingLoop
 from bpkv_trt.runtime.serving_metrics import BOUNDS, COUNTERS, GAUGES, HISTOGRAMS, OUTCOMES, REQUESTS, ServingMetrics
 from bpkv_trt.runtime.serving_request import ServingOutput
@@ -126,8 +124,8 @@ class TritonPythonModel:
         self._published.publish(self._loop.metrics)
 
     def _told(self, error: BpkvError) -> str:
-        """An error in one paragraph, without the name of the model, which may be a path of this machine."""
-        return " ".join(str(error).split()).replace(self._settings.model, "the model")
+        """An error in one paragraph, without the name of what is served, which may be a path of this machine."""
+        return " ".join(str(error).split()).replace(self._settings.source, "the model")
 
 
 class PublishedMetrics:
@@ -199,16 +197,8 @@ class Answer:
 
 
 def _start(settings: ServingSettings, metrics: ServingMetrics) -> ServingLoop:
-    device = device_of(settings.device)
-    loaded = load_model(settings.model, dtype=dtype_of(settings.dtype, device), device=device)
-    batch = ServingBatch.over(
-        loaded,
-        settings.config,
-        pool_bytes=settings.pool_bytes,
-        chunk_tokens=settings.chunk_tokens,
-        most_running=settings.most_running,
-    )
-    return ServingLoop(batch, loaded, queue_limit=settings.queue_limit, metrics=metrics)
+    batch, words = open_batch(settings)
+    return ServingLoop(batch, words, queue_limit=settings.queue_limit, metrics=metrics)
 
 
 def _tensors(request: Any) -> Iterator[tuple[str, Any]]:
