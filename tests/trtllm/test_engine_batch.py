@@ -93,9 +93,9 @@ def kinds():
     own = (
         {},
         {"options": {"budget": "0.5"}},
-        {"temperature": 1.5, "seed": 1},
+        {"temperature": 2.5, "seed": 1},
         {"options": {"regime": "prefill"}},
-        {"temperature": 1.5, "seed": 2},
+        {"temperature": 2.5, "seed": 2},
         {"options": {"regime": "deferred", "positions": 2, "defer": 2}},
     )
     return [
@@ -184,11 +184,11 @@ ALIKE = [
     asked(2, max_tokens=20),
     asked(3, options={"budget": "0.5"}),
     asked(4, seed=7),  # greedy ones draw nothing, so that a seed does not matter
-    asked(5, temperature=1.0, seed=1),
-    asked(6, temperature=1.0, seed=2),
+    asked(5, temperature=2.5, seed=1),
+    asked(6, temperature=2.5, seed=2),
     asked(7),
     asked(8, options={"budget": "25%"}),  # what the server has, in other words
-    asked(9, temperature=1.0, seed=1),
+    asked(9, temperature=2.5, seed=1),
 ]
 SIZES = [
     asked(1, 340, max_tokens=20),
