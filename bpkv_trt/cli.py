@@ -86,6 +86,10 @@ def _doctor(options: argparse.Namespace) -> None:
     found = [vars(finding) for finding in findings]
     content = {"schema_version": SCHEMA_VERSION, "versions": library_versions(), "findings": found}
     deliver(lambda: print_findings(findings, Console()), options.json, content)
+    named = {"engine": options.engine_dir, "plugin library": options.plugin_lib}
+    for finding in findings:
+        if named.get(finding.name) is not None and finding.status != "ok":
+            raise InputError(f"The {finding.name} that was named cannot be used: {finding.detail}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,11 +8,12 @@ from rich.console import Console
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.budget import parse_bytes
+from bpkv_trt.documents import check_destination
 from bpkv_trt.model_repository import check_output, write_repository
 from bpkv_trt.models.catalogue import CATALOGUE
 from bpkv_trt.options import add_config_options, config_from, file_path, given_options, importing
 from bpkv_trt.serving_settings import ServingSettings
-from bpkv_trt.source_options import add_source_options, check_source
+from bpkv_trt.source_options import add_source_options, check_source, flag
 
 LIMITS = {  # of ServingSettings: what the option says, and its type
     "queue_limit": ("requests that may wait; more are refused", int),
@@ -38,12 +39,13 @@ def add_model_repository(parser: argparse.ArgumentParser) -> None:
     add_source_options(what)
     what.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default=ServingSettings.dtype)
     what.add_argument("--device", choices=("auto", "cpu", "cuda"), default=ServingSettings.device)
+    trace = "when the server ends, write there when each range ran, in Chrome's format"
+    what.add_argument("--trace", type=file_path, metavar="OUT", help=trace)
     limits = parser.add_argument_group("limits")
     limits.add_argument("--pool-size", metavar="SIZE", help="of keys and values, all requests together (default 1GiB)")
     for name, (meaning, kind) in LIMITS.items():
         default = getattr(ServingSettings, name)
-        flag = "--" + name.replace("_", "-")
-        limits.add_argument(flag, type=kind, default=default, metavar="N", help=f"{meaning} (default {default})")
+        limits.add_argument(flag(name), type=kind, default=default, metavar="N", help=f"{meaning} (default {default})")
     add_config_options(parser.add_argument_group("what to keep, where a request says nothing else"))
     parser.set_defaults(run=lambda options: _model_repository(options, parser))
 
@@ -62,7 +64,8 @@ def _of_model(options: argparse.Namespace, limits: dict[str, Any]) -> ServingSet
     if options.pool_size is not None:
         limits["pool_bytes"] = parse_bytes(options.pool_size, "--pool-size")
     given = _rooted(config).model_dump(mode="json", exclude_unset=True)
-    settings = ServingSettings(_placed(options.model), given, dtype=options.dtype, device=options.device, **limits)
+    place = {"dtype": options.dtype, "device": options.device, "trace": _trace(options, layer_table=config.layer_table)}
+    settings = ServingSettings(_placed(options.model), given, **place, **limits)
     with importing("model-repository"):
         from bpkv_trt.models.source import ModelSource
         from bpkv_trt.policies.registry import refuse_idle, settled
@@ -80,6 +83,7 @@ def _of_engine(options: argparse.Namespace, limits: dict[str, Any]) -> ServingSe
         tokenizer=_placed(options.tokenizer),
         plugin_lib=None if library is None else str(library.expanduser().absolute()),
         bounded_cache=options.bounded_cache is not None,
+        trace=_trace(options, plugin_lib=library),
         **limits,
     )
     with importing("model-repository --engine-dir"):
@@ -93,6 +97,15 @@ def _of_engine(options: argparse.Namespace, limits: dict[str, Any]) -> ServingSe
         sidecar.check_library(PluginLibrary.find(library))
     load_tokenizer(options.tokenizer)
     return settings
+
+
+def _trace(options: argparse.Namespace, **others: Path | None) -> str | None:
+    """Where the server writes its trace. others: files that are read beside --config, by the option that names them."""
+    if options.trace is None:
+        return None
+    inputs = [(flag(name), path) for name, path in {"config": options.config, **others}.items()]
+    check_destination(options.trace, inputs, flag="--trace")
+    return str(options.trace.absolute())
 
 
 def _rooted(config: BpkvConfig) -> BpkvConfig:

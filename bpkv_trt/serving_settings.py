@@ -37,6 +37,7 @@ class ServingSettings:
     most_text_bytes: int = 4 << 20  # of a request's text and question, some million tokens
     most_new_tokens: int = 4096  # that a request may ask for
     timeout_s: float = 600.0  # that a request may take, waiting included
+    trace: str | None = None  # file that the ranges of all requests are written to when the model ends
 
     def __post_init__(self) -> None:
         for name in ("pool_bytes", "queue_limit", "most_running", "chunk_tokens", "most_text_bytes", "most_new_tokens"):
@@ -51,6 +52,8 @@ class ServingSettings:
                 raise ConfigError(f"{name} is {quoted(getattr(self, name))}; give a name.")
         if not isinstance(self.bounded_cache, bool):
             raise ConfigError(f"bounded_cache is {quoted(self.bounded_cache)}; give true or false.")
+        if self.trace is not None and not (isinstance(self.trace, str) and Path(self.trace).is_absolute()):
+            raise ConfigError(f"trace is {quoted(self.trace)}; give the full path of a file, or leave it out.")
         self._check_kind()
 
     def _check_kind(self) -> None:

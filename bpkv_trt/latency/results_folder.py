@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bpkv_trt.documents import LARGEST_REPORT, check_directory, write_json, write_whole
+from bpkv_trt.documents import LARGEST_DOCUMENT, check_directory, write_json, write_whole
 from bpkv_trt.errors import InputError
 from bpkv_trt.input_file import read_file
 from bpkv_trt.latency.budget_table import COMPACTION
@@ -49,7 +49,7 @@ class ResultsFolder:
 
     def read_runs(self) -> list[dict[str, Any]]:
         """The rows of runs; raises InputError where they are damaged."""
-        content = read_file(self.runs, LARGEST_REPORT, "runs", "bpkv profile report")
+        content = read_file(self.runs, LARGEST_DOCUMENT, "runs", "bpkv profile report")
         try:
             runs: list[dict[str, Any]] = json.loads(content)["runs"]
             whole = runs and all(run.keys() >= _OF_A_RUN and run["seconds"].keys() >= {*COMPACTION} for run in runs)

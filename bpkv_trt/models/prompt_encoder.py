@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from bpkv_trt.errors import InputError, ModelError
+from bpkv_trt.models.conversation import Turn
 from bpkv_trt.models.failure import told
 
 GAP = "[[gap]]"  # stands for a turn's content when a template is taken apart
@@ -54,6 +55,26 @@ class PromptEncoder:
             )
         return [self._encode(before + content), self._encode(f"\n\n{question_after}{after}")]
 
+    def encode_turns(self, turns: Sequence[Turn]) -> list[int]:
+        """Ids of a conversation, up to where its next answer begins.
+
+        InputError where there is no chat template, or where it does not take these turns, or leaves some of them out.
+        """
+        if not self.has_chat_template:
+            raise InputError("The model has no chat template, so it takes no messages; give it text.")
+        try:
+            rendered = self._apply_template(turns)
+            ignored = self._ignored_roles(turns, rendered)
+        except Exception as error:
+            raise InputError(
+                f"The model's chat template does not take these messages ({told(error)}); give it others, or text."
+            ) from error
+        if ignored:
+            raise InputError(
+                f"The model's chat template leaves messages of the role {ignored[0]} out; give none, or text."
+            )
+        return self._encode(rendered)
+
     def encode_raw(self, text: str) -> list[int]:
         """Ids of plain text, begun with BOS if the model was trained so."""
         ids = self._encode(text)
@@ -88,19 +109,29 @@ class PromptEncoder:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def _render(self, content: str) -> str:
+        turns = [Turn(role="user", content=content)]
         try:
-            rendered = self._apply_template(content)
-            ignored = rendered == self._apply_template(content + GAP)
+            rendered = self._apply_template(turns)
+            ignored = self._ignored_roles(turns, rendered)
         except Exception as error:  # a template is a program: it fails in any way, some of them on purpose
             raise ModelError(f"The model's chat template fails ({told(error)}). {MEND_TEMPLATE}") from error
         if ignored:
             raise ModelError(f"The model's chat template leaves the user's text out. {MEND_TEMPLATE}")
         return rendered
 
-    def _apply_template(self, content: str) -> str:
-        turn = [{"role": "user", "content": content}]
-        return str(self._tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+    def _ignored_roles(self, turns: Sequence[Turn], rendered: str) -> list[str]:
+        """Those whose turns could say anything else, and nothing else would be `rendered`."""
+        roles = dict.fromkeys(turn.role for turn in turns)
+        return [role for role in roles if self._apply_template([_marked(turn, role) for turn in turns]) == rendered]
+
+    def _apply_template(self, turns: Sequence[Turn]) -> str:
+        said = [turn.model_dump() for turn in turns]
+        return str(self._tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True))
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
+
+
+def _marked(turn: Turn, role: str) -> Turn:
+    return Turn(role=turn.role, content=turn.content + GAP) if turn.role == role else turn

@@ -129,7 +129,7 @@ class ServingLoop:
         submitted = time.monotonic()
         request.check()
         with self._encoding:  # tokenizers may not be used by two threads
-            (prompt,) = self._words.encoder.encode(request.text, request.question, raw=request.raw)
+            prompt = request.encoded(self._words.encoder)
         batched = self.batch.prepare(request, prompt)
         deadline = None if request.timeout_s is None else submitted + request.timeout_s
         return _Client(batched, AnswerText(self._words.tokenizer, request.stop), receive, submitted, deadline)

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from bpkv_trt.errors import InputError, quoted
+from bpkv_trt.models.conversation import Turn
+from bpkv_trt.models.prompt_encoder import PromptEncoder
 from bpkv_trt.request import LARGEST_PROMPT
 from bpkv_trt.runtime.sampling import SamplingParams
 
@@ -17,7 +19,7 @@ LONGEST_STOP = 1000  # characters, which may be held back until it is clear that
 class ServingRequest:
     """One prompt, how to answer it, and what of `BpkvConfig` is different for it (`options`: budget, policy, ...)."""
 
-    text: str
+    text: str = ""
     question: str | None = None  # put after the text before it is compacted
     raw: bool = False  # no chat template
     max_tokens: int = 128
@@ -27,12 +29,16 @@ class ServingRequest:
     stop: tuple[str, ...] = ()  # strings that end the answer and are not part of it, beside the model's stop tokens
     options: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float | None = None  # from its submission to its end
+    messages: tuple[Turn, ...] | None = None  # in place of the text: what was said, up to the answer
 
     def check(self) -> None:
         """Raise InputError for a value that no request can have; the rest is for those that know the model."""
         if not all(isinstance(name, str) for name in self.options):
             raise InputError(f"options is {quoted(self.options)}; give names of options and their values.")
-        _check_text("text", self.text)
+        if self.messages is None:
+            _check_text("text", self.text)
+        else:
+            self._check_messages(self.messages)
         if self.question is not None:
             _check_text("question", self.question)
         for name, value in (("max_tokens", self.max_tokens), ("seed", self.seed)):
@@ -48,6 +54,15 @@ class ServingRequest:
                 raise InputError(f"timeout_s is {self.timeout_s}; give a positive number of seconds, or leave it out.")
         self._check_stop()
 
+    def _check_messages(self, messages: tuple[Turn, ...]) -> None:
+        _check_text("messages", "\n".join(turn.content for turn in messages))
+        if self.text:
+            raise InputError("There are both text and messages; give one of them.")
+        if self.question is not None:
+            raise InputError("A question is put after a text; beside messages, write it into the last one of the user.")
+        if self.raw:
+            raise InputError("Messages go through the model's chat template, which raw is to do without; give text.")
+
     def _check_stop(self) -> None:
         if not isinstance(self.stop, tuple) or not all(isinstance(each, str) for each in self.stop):
             raise InputError(f"stop is {quoted(self.stop)}; give strings.")
@@ -56,6 +71,13 @@ class ServingRequest:
         for each in self.stop:
             if not 0 < len(each) <= LONGEST_STOP:
                 raise InputError(f"A string of stop has {len(each)} characters; give 1 to {LONGEST_STOP}.")
+
+    def encoded(self, encoder: PromptEncoder) -> list[int]:
+        """The prompt as token ids. Raises InputError and ModelError where the chat template does not take it."""
+        if self.messages is not None:
+            return encoder.encode_turns(self.messages)
+        (prompt,) = encoder.encode(self.text, self.question, raw=self.raw)
+        return prompt
 
     def sampling(self, stop_tokens: frozenset[int]) -> SamplingParams:
         """As asked for, ended by the model's stop tokens. Raises ConfigError."""

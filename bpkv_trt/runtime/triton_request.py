@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bpkv_trt.errors import ConfigError, InputError, quoted
+from bpkv_trt.models.conversation import Turn, read_turns
 from bpkv_trt.runtime.serving_request import ServingRequest
 from bpkv_trt.serving_settings import ServingSettings
 
@@ -27,8 +28,9 @@ FIELDS = {
 }
 OPTIONS = {"bpkv_budget": "budget", "bpkv_policy": "policy", "bpkv_regime": "regime"}
 SWITCHES = ("streaming", "stop", "return_finish_reason")
+MESSAGES = "bpkv_messages"
 STOP_STRINGS = "sampling_param_stop"
-NAMES = (*FIELDS, *OPTIONS, *SWITCHES, STOP_STRINGS)
+NAMES = (*FIELDS, *OPTIONS, *SWITCHES, MESSAGES, STOP_STRINGS)
 LONGEST_OPTION = 200  # characters
 ID = "id"
 SERVERS_OWN = "triton_"  # parameters that Triton or its clients add
@@ -60,14 +62,16 @@ def read_request(tensors: Tensors, parameters: Mapping[str, Any], settings: Serv
     """
     _refuse_unknown(parameters)
     given = {field: _one(tensors, name, None) for name, field in FIELDS.items() if name in tensors}
-    if "text" not in given:
-        raise InputError("text_input is missing; give the text to answer.")
+    if ("text_input" in tensors) == (MESSAGES in tensors):
+        found = "are both given" if MESSAGES in tensors else "are both missing"
+        raise InputError(f"text_input and {MESSAGES} {found}; give the text to answer, or the conversation.")
     options = {option: _one(tensors, name, None) for name, option in OPTIONS.items() if name in tensors}
     for name, option in OPTIONS.items():
         if len(str(options.get(option, ""))) > LONGEST_OPTION:
             raise ConfigError(f"{name} has more than {LONGEST_OPTION} characters; it is a short text such as 0.2.")
     stop = tuple(_value(STOP_STRINGS, element) for element in tensors.get(STOP_STRINGS, np.array([])).reshape(-1))
-    serving = ServingRequest(**given, stop=stop, options=options)
+    messages = _messages(tensors, settings) if MESSAGES in tensors else None
+    serving = ServingRequest(**given, stop=stop, options=options, messages=messages)
     return TritonRequest(
         _within(serving, settings),
         streaming=bool(_one(tensors, "streaming", False)),
@@ -77,9 +81,7 @@ def read_request(tensors: Tensors, parameters: Mapping[str, Any], settings: Serv
 
 def _within(serving: ServingRequest, settings: ServingSettings) -> ServingRequest:
     """The request, with the server's time limit where it gives none; ConfigError for more than the server gives."""
-    size = len(serving.text.encode()) + len((serving.question or "").encode())
-    if size > settings.most_text_bytes:
-        raise InputError(f"The text has {size} bytes; this server takes up to {settings.most_text_bytes}. Shorten it.")
+    _require_size(serving.text + (serving.question or ""), settings)
     if not 1 <= serving.max_tokens <= settings.most_new_tokens:
         raise ConfigError(
             f"sampling_param_max_tokens is {serving.max_tokens}; this server gives 1 to {settings.most_new_tokens}."
@@ -88,6 +90,18 @@ def _within(serving: ServingRequest, settings: ServingSettings) -> ServingReques
     if not 0 < seconds <= settings.timeout_s:  # also where it is no number
         raise ConfigError(f"bpkv_timeout_s is {seconds:g}; give seconds, more than 0, at most {settings.timeout_s:g}.")
     return replace(serving, timeout_s=seconds)
+
+
+def _messages(tensors: Tensors, settings: ServingSettings) -> tuple[Turn, ...]:
+    text = _one(tensors, MESSAGES, None)
+    _require_size(text, settings)
+    return read_turns(MESSAGES, text)
+
+
+def _require_size(text: str, settings: ServingSettings) -> None:
+    size = len(text.encode())
+    if size > settings.most_text_bytes:
+        raise InputError(f"The text has {size} bytes; this server takes up to {settings.most_text_bytes}. Shorten it.")
 
 
 def _refuse_unknown(parameters: Mapping[str, Any]) -> None:

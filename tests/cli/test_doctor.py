@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from bpkv_trt import doctor
+from bpkv_trt.cli import main
 from bpkv_trt.doctor import Finding, examine, print_findings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,6 +58,20 @@ def test_broken_packages_are_findings_and_the_exit_code_is_0(tmp_path: Path) -> 
     assert findings["Python"]["status"] == "ok"
     assert all(len(line) > 10 for line in done.stdout.splitlines()), "one line per finding, unwrapped"
     assert len(done.stdout.splitlines()) == len(findings)
+
+
+@pytest.mark.parametrize("flag, name", [("--engine-dir", "engine"), ("--plugin-lib", "plugin library")])
+def test_what_is_named_and_cannot_be_used_is_a_mistake(
+    flag: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is merely looked for is not."""
+    monkeypatch.setattr(doctor, "_probe", lambda name, advice, *command: Finding(name, "broken", "as all here", advice))
+    assert main(["doctor"]) == 0
+    capsys.readouterr()
+    assert main(["doctor", flag, str(tmp_path / "nothing"), "--json", str(tmp_path / "out.json")]) == 2
+    said = capsys.readouterr()
+    (finding,) = [each for each in json.loads((tmp_path / "out.json").read_text())["findings"] if each["name"] == name]
+    assert finding["detail"] in said.out and finding["detail"] in said.err and "Traceback" not in said.err
 
 
 def test_a_reader_that_has_gone_loses_no_report(tmp_path: Path) -> None:

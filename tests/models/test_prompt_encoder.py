@@ -5,6 +5,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from bpkv_trt.errors import InputError, ModelError
+from bpkv_trt.models.conversation import Turn, read_turns
 from bpkv_trt.models.prompt_encoder import PromptEncoder
 
 WITH_BOS = (
@@ -83,6 +84,76 @@ def test_a_template_that_fails_is_named_and_is_no_hindrance_to_raw_text(template
     with pytest.raises(ModelError):
         encoder.encode_answer_start()
     assert encoder.encode(TEXT, QUESTION, raw=True) == PromptEncoder(tokenizer(None)).encode(TEXT, QUESTION)
+
+
+CONVERSATION = (("system", "g"), ("user", TEXT), ("assistant", " d "), ("user", QUESTION))
+ALTERNATING = (
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+)
+
+
+def turns(*said: tuple[str, str]) -> tuple[Turn, ...]:
+    return tuple(Turn(role=role, content=content) for role, content in said)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("template", [WITH_BOS, WITHOUT_BOS])
+def test_a_conversation_equals_apply_chat_template(template: str) -> None:
+    core = tokenizer(template)
+    said = [{"role": role, "content": content} for role, content in CONVERSATION]
+    expected = core.apply_chat_template(said, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+    ids = PromptEncoder(core).encode_turns(turns(*CONVERSATION))
+    assert ids == expected and ids.count(1) == (template == WITH_BOS)
+    assert [PromptEncoder(core).encode_turns(turns(("user", TEXT)))] == PromptEncoder(core).encode(TEXT)
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "words"),
+    [
+        (None, (("user", "a"),), "no chat template"),
+        ("{{ broken {% ", (("user", "a"),), "TemplateSyntaxError"),
+        (ALTERNATING, (("user", "a"), ("user", "b")), "roles must alternate"),
+        (WITH_BOS.replace("in messages", "in messages if m['role'] != 'system'"), CONVERSATION, "role system out"),
+        ("{{ messages[0]['content'] }}", (("user", "a"), ("assistant", "b")), "role assistant out"),
+    ],
+)
+def test_a_conversation_that_a_template_does_not_take_is_refused(
+    template: str | None, said: tuple[tuple[str, str], ...], words: str
+) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        PromptEncoder(tokenizer(template)).encode_turns(turns(*said))
+    assert "\n" not in str(caught.value)
+
+
+def test_turns_are_read_from_json() -> None:
+    said = '[{"role": "system", "content": ""}, {"content": "Grüße\\n\\ud83d\\ude00", "role": "user"}]'
+    assert read_turns("m", said) == turns(("system", ""), ("user", "Grüße\n\N{GRINNING FACE}"))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "m cannot be used .*JSON"),
+        ("[", "m cannot be used .*JSON"),
+        ("[" * 100_000, "m cannot be used .*JSON"),
+        ("[]", "m cannot be used .*at least 1"),
+        ('{"role": "user", "content": "a"}', "m cannot be used"),
+        ('"a"', "m cannot be used"),
+        ('[{"role": "user", "content": "a"}, 7]', r"m\[1\] cannot"),
+        ('[{"role": "user"}]', r"m\[0\].content cannot .*required"),
+        ('[{"role": "user", "content": null}]', r"m\[0\].content cannot"),
+        ('[{"role": "user", "content": [{"type": "text", "text": "a"}]}]', r"m\[0\].content cannot"),
+        ('[{"role": "user", "content": 7}]', r"m\[0\].content cannot"),
+        ('[{"role": "user", "content": "\\ud800"}]', "m cannot be used .*JSON"),
+        ('[{"role": "tool", "content": "a"}]', r"m\[0\].role cannot .*'system'"),
+        ('[{"role": "user", "content": "a", "name": "b"}]', r"m\[0\].name cannot .*not permitted"),
+        ('[{"role": "user", "content": "a", "' + "x" * 10_000 + '": "b"}]', "not permitted"),
+    ],
+)
+def test_json_that_is_no_conversation_is_refused(text: str, told: str) -> None:
+    with pytest.raises(InputError, match=told) as caught:
+        read_turns("m", text)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
 @pytest.mark.parametrize(("template", "raw"), [(None, False), (WITH_BOS, True)])

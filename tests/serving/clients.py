@@ -42,25 +42,25 @@ def post(server: TritonServer, endpoint: str, body: bytes, **headers: str) -> tu
         connection.close()
 
 
-def generate(server: TritonServer, text: str, **inputs: Any) -> Answered:
+def generate(server: TritonServer, text: str | None, **inputs: Any) -> Answered:
     """/generate: the answer at once."""
-    status, body = post(server, "generate", json.dumps({"text_input": text, **inputs}).encode())
+    status, body = post(server, "generate", json.dumps({**_prompt(text), **inputs}).encode())
     content = json.loads(body)
     if "error" in content:
         raise Refused(content["error"], status)
     return Answered(content["text_output"], [content["text_output"]], content)
 
 
-def generate_stream(server: TritonServer, text: str, **inputs: Any) -> Answered:
+def generate_stream(server: TritonServer, text: str | None, **inputs: Any) -> Answered:
     """/generate_stream: server-sent events."""
-    body = json.dumps({"text_input": text, "streaming": True, **inputs}).encode()
+    body = json.dumps({**_prompt(text), "streaming": True, **inputs}).encode()
     status, events = post(server, "generate_stream", body)
     pieces = [json.loads(line.removeprefix("data: ")) for line in events.splitlines() if line.startswith("data: ")]
     pieces = pieces or [json.loads(events)]
     return _answered(pieces, status)
 
 
-def infer_stream(server: TritonServer, text: str, request_id: str = "", **inputs: Any) -> Answered:
+def infer_stream(server: TritonServer, text: str | None, request_id: str = "", **inputs: Any) -> Answered:
     """gRPC ModelStreamInfer."""
     with grpc_client.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
         return _answered(list(_responses(client, text, request_id, inputs)), None)
@@ -78,10 +78,15 @@ def tensors(inputs: dict[str, Any]) -> list[grpc_client.InferInput]:
     return made
 
 
-def _responses(client: Any, text: str, request_id: str, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _prompt(text: str | None) -> dict[str, Any]:
+    """None: what is asked is among the other inputs."""
+    return {} if text is None else {"text_input": text}
+
+
+def _responses(client: Any, text: str | None, request_id: str, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
     arrived: SimpleQueue[Any] = SimpleQueue()
     client.start_stream(lambda result, error: arrived.put((result, error)))
-    sent = tensors({"text_input": text, "streaming": True, **inputs})
+    sent = tensors({**_prompt(text), "streaming": True, **inputs})
     client.async_stream_infer("bpkv", sent, request_id=request_id, enable_empty_final_response=True)
     while True:
         result, error = arrived.get(timeout=WAIT_S)

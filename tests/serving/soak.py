@@ -2,7 +2,8 @@
 
     PYTHONPATH=. python tests/serving/soak.py --requests 10000
 
-starts a server of its own (build_scripts/triton_environment.py) and prints what became of the requests.
+starts a server of its own (build_scripts/triton_environment.py) and prints what became of the requests, and the memory
+that the server and the model's process hold after each fifth of them.
 """
 
 import argparse
@@ -18,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from bpkv_trt.cli import main as bpkv
 from build_scripts.recall_text import recall_prompt
 from tests.serving.alone import alone
@@ -31,6 +34,8 @@ CASES = [
     for tokens in (1, 6, 18)
 ]
 FULL = "ask again later"
+PARTS = 5  # the first one warms up what grows at first use: caches, arenas of threads
+FLAT = 1.05  # times the memory after the first part, at the end
 
 
 @dataclass(frozen=True)
@@ -47,11 +52,18 @@ class Outcome:
         return "right" if self.text == alone(*self.case)[0] else "wrong"
 
 
-def soak(server: TritonServer, requests: int, clients: int, seed: int) -> Counter[str]:
+def soak(server: TritonServer, requests: range, clients: int, seed: int) -> Counter[str]:
     """Run them, then count them by what became of them."""
     with ThreadPoolExecutor(clients) as pool:
-        outcomes = list(pool.map(lambda number: _one(server, random.Random(f"{seed} {number}")), range(requests)))
+        outcomes = list(pool.map(lambda number: _one(server, random.Random(f"{seed} {number}")), requests))
     return Counter(outcome.checked() for outcome in outcomes)
+
+
+def memory(server: TritonServer) -> dict[str, int]:
+    """Bytes that each process has made itself: not what is read from files, such as libraries, nor what is shared."""
+    processes = {"server": server.server_process(), "model": server.model_process()}
+    held = {name: psutil.Process(process).memory_info() for name, process in processes.items()}
+    return {name: each.rss - each.shared for name, each in held.items()}
 
 
 def _one(server: TritonServer, rng: random.Random) -> Outcome:
@@ -103,15 +115,21 @@ def main() -> None:
         arguments = ["model-repository", "--output", str(models), "--model", str(model), "--pool-size", "4MiB"]
         assert bpkv([*arguments, "--queue-limit", "4", "--most-running", "4"]) == 0
         with TritonServer(Path(python).parent, models, Path(folder, "log")) as server:
-            begun = time.monotonic()
+            begun, done, held = time.monotonic(), Counter[str](), []
             try:
-                done = soak(server, options.requests, options.clients, options.seed)
-                left = server.metrics_when("bpkv_running", 0)
+                for part in range(PARTS):
+                    requests = range(part * options.requests // PARTS, (part + 1) * options.requests // PARTS)
+                    done += soak(server, requests, options.clients, options.seed)
+                    left = server.metrics_when("bpkv_running", 0)
+                    held.append(memory(server))
+                    said = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in held[-1].items())
+                    print(f"after {requests.stop}: {said}", flush=True)
             except Exception:
                 print(server.log.read_text(errors="replace")[-4000:], file=sys.stderr)
                 raise
             print(dict(done), f"{time.monotonic() - begun:.0f} s, pages live: {left['bpkv_pages_live']:.0f}")
-    sys.exit(1 if done["wrong"] or done["failed"] or left["bpkv_pages_live"] else 0)
+    grown = [name for name, size in held[0].items() if held[-1][name] > FLAT * size]
+    sys.exit(1 if grown or done["wrong"] or done["failed"] or left["bpkv_pages_live"] else 0)
 
 
 if __name__ == "__main__":

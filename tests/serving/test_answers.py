@@ -1,17 +1,19 @@
 """The real server on a trained model: what clients get, alone and together, over every way that Triton has."""
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from bpkv_trt.runtime.serving_metrics import COUNTERS, GAUGES, HISTOGRAMS, OUTCOMES, REQUESTS
 from build_scripts.recall_text import counting_prompt, passkey_prompt, recall_prompt, token_count
 from tests.serving.alone import alone
 from tests.serving.clients import Answered, Refused, generate, generate_stream, infer_stream
-from tests.serving.conftest import Serve
+from tests.serving.conftest import TINY, Serve
 from tests.serving.triton_server import TritonServer
 
 Client = Callable[..., Answered]
@@ -42,6 +44,8 @@ def test_an_answer_is_that_of_bpkv_generate(server: TritonServer, client: Client
     assert answered.text == expected
     assert (answered.last["bpkv_entries_kept"], answered.last["bpkv_bytes_freed"]) == (kept, freed)
     assert answered.last["finish_reason"] == "length" and freed > 0
+    tokens = (answered.last["bpkv_prompt_tokens"], answered.last["bpkv_generated_tokens"])
+    assert tokens == (token_count(text) + 1, TOKENS), "with BOS"
     if client is not generate:
         assert len(answered.pieces) >= TOKENS, "a piece for every token, and the end"
 
@@ -143,6 +147,26 @@ def test_a_question_is_put_after_the_text(server: TritonServer) -> None:
     together = generate(server, f"{context}\n\n{question}", sampling_param_max_tokens=TOKENS)
     apart = generate(server, context, bpkv_question=question, sampling_param_max_tokens=TOKENS)
     assert apart.text == together.text != generate(server, context, sampling_param_max_tokens=TOKENS).text
+
+
+def messages(*said: tuple[str, str]) -> str:
+    return json.dumps([{"role": role, "content": content} for role, content in said])
+
+
+def test_a_conversation_goes_through_the_models_chat_template(server: TritonServer) -> None:
+    """Of one turn it is the text; of several it is what transformers makes of them, in tokens too."""
+    text = recall_prompt(3, 150)[0]
+    asked = {"sampling_param_max_tokens": TOKENS, "return_finish_reason": True}
+    alike = {client(server, None, bpkv_messages=messages(("user", text)), **asked).text for client in CLIENTS}
+    assert alike == {generate(server, text, **asked).text}
+    said = [("user", text), ("assistant", "it is red."), ("user", text[-40:])]
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    turns = [{"role": role, "content": content} for role, content in said]
+    rendered = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    answered = generate(server, None, bpkv_messages=messages(*said), **asked)
+    raw = generate(server, rendered, bpkv_raw=True, **asked)  # whose own BOS is not doubled
+    assert answered.last == raw.last and raw.text not in alike
+    assert answered.last["bpkv_prompt_tokens"] == len(tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
 
 def test_metrics_count_what_was_asked_and_answered(server: TritonServer) -> None:

@@ -123,6 +123,25 @@ def test_what_cannot_be_honoured_is_refused_and_told_why(server: TritonServer, n
     assert why in refused.value.message and is_clean(refused.value.message.replace("/work", "")), refused.value.message
 
 
+CONVERSATIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "beside a text": ({"text_input": "a"}, "both given"),
+    "beside a question": ({"bpkv_question": "Why?"}, "into the last one of the user"),
+    "raw": ({"bpkv_raw": True}, "chat template"),
+    "no JSON": ({"bpkv_messages": "["}, "JSON"),
+    "no role of ours": ({"bpkv_messages": '[{"role": "tool", "content": "a"}]'}, "system, user or assistant"),
+    "blank": ({"bpkv_messages": '[{"role": "user", "content": " "}]'}, "empty"),
+    "long": ({"bpkv_messages": f'[{{"role": "user", "content": "{"a" * 100_000}"}}]'}, "takes up to 100000"),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_a_conversation_that_cannot_be_had_is_refused_and_told_why(server: TritonServer, name: str) -> None:
+    inputs, why = CONVERSATIONS[name]
+    with pytest.raises(Refused) as refused:
+        generate(server, None, **{"bpkv_messages": '[{"role": "user", "content": "a"}]', **inputs})
+    assert refused.value.status == 400 and why in refused.value.message and is_clean(refused.value.message)
+
+
 @pytest.mark.parametrize("text", ["", "  ", "\n"], ids=["empty", "blank", "newline"])
 def test_nothing_to_answer_is_refused(server: TritonServer, text: str) -> None:
     with pytest.raises(Refused, match="empty"):
@@ -281,7 +300,7 @@ def test_a_full_queue_is_told_and_takes_requests_again(server: TritonServer) -> 
 
 def test_a_crowd_with_faults_in_it_gets_right_answers_or_reasons(server: TritonServer) -> None:
     """Short requests of every kind, some of them ended by their clients: soak.py runs any number of them."""
-    done = soak(server, requests=300, clients=8, seed=0)
+    done = soak(server, range(300), clients=8, seed=0)
     assert sum(done.values()) == 300 and done["wrong"] == 0 and done["failed"] == 0
     assert min(done["right"], done["left"], done["refused"]) > 20
 

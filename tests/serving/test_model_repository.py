@@ -29,6 +29,7 @@ def test_it_writes_the_template_and_the_settings(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(TINY.parent)
     out = tmp_path / "a" / "models"
     options = ["--budget", "0.3", "--regime", "prefill", "--pool-size", "2MiB", "--queue-limit", "3"]
+    options += ["--trace", str(Path(os.path.relpath(tmp_path), "trace.json"))]
     assert main(["model-repository", "--model", "tiny-llama", "--output", str(out), *options]) == 0
     written = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
     assert written == {"bpkv/config.pbtxt", "bpkv/1/model.py", "bpkv/1/model.yaml"}
@@ -38,12 +39,13 @@ def test_it_writes_the_template_and_the_settings(tmp_path: Path, monkeypatch: py
     settings = ServingSettings.read(out / "bpkv" / "1" / "model.yaml")
     assert settings.model == str(TINY) and settings.pool_bytes == 2 << 20 and settings.queue_limit == 3
     assert settings.config == BpkvConfig(budget="0.3", regime="prefill")
+    assert settings.trace is not None and os.path.samefile(Path(settings.trace).parent, tmp_path)
 
 
 def test_the_description_has_every_input_that_is_read_and_no_other() -> None:
     inputs, outputs = (template() / "config.pbtxt").read_text().split("\noutput [")
     assert sorted(re.findall(r'name: "(\w+)" data_type', inputs)) == sorted(NAMES)
-    assert "decoupled: true" in inputs and len(re.findall("data_type", outputs)) == 5
+    assert "decoupled: true" in inputs and len(re.findall("data_type", outputs)) == 7
 
 
 def test_one_of_ours_is_replaced_and_nothing_of_it_stays(tmp_path: Path) -> None:
@@ -116,6 +118,7 @@ REFUSED = [
     (["--model", str(TINY), "--queue-limit", "0"], "queue_limit"),
     (["--model", str(TINY), "--chunk-tokens", "x"], "invalid int"),
     (["--model", str(TINY), "--timeout-s", "nan"], "timeout_s"),
+    (["--model", str(TINY), "--trace", str(TINY / "config.json")], "is no document of bpkv"),
 ]
 
 
@@ -130,7 +133,7 @@ def test_what_no_server_could_serve_is_refused_now(
 def test_settings_come_back_as_they_were_written(tmp_path: Path) -> None:
     config = BpkvConfig(budget="64MiB", policy="ripplekv", layer_table=tmp_path / "ünïcode.json")
     options = config.model_dump(mode="json", exclude_unset=True)
-    settings = ServingSettings("smollm2", options, pool_bytes=7, timeout_s=0.5, most_text_bytes=10)
+    settings = ServingSettings("smollm2", options, pool_bytes=7, timeout_s=0.5, trace="/a/b")
     (tmp_path / "model.yaml").write_text(settings.to_yaml(), encoding="utf-8")
     read = ServingSettings.read(tmp_path / "model.yaml")
     assert read == settings and read.config == config
@@ -144,6 +147,8 @@ def test_settings_come_back_as_they_were_written(tmp_path: Path) -> None:
         ("pool_bytes: 1.5", "whole number"),
         ("timeout_s: .inf", "seconds"),
         ("dtype: 3", "give a name"),
+        ("trace: trace.json", "full path of a file"),
+        ("trace: 3", "full path of a file"),
         ("compression: {budgt: 1}", "did you mean budget"),
         ("compression: [1]", "mapping under compression"),
         ("x: !!python/object/apply:os.system [ls]", "not valid YAML"),

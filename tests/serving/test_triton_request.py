@@ -1,11 +1,13 @@
 """Tensors of a request become a ServingRequest; what the server itself checks, types and shapes, is tested on it."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from bpkv_trt.errors import BpkvError, InputError
+from bpkv_trt.models.conversation import Turn
 from bpkv_trt.runtime.serving_request import ServingRequest
 from bpkv_trt.runtime.triton_request import asks_to_stop, read_request, request_name
 from bpkv_trt.serving_settings import ServingSettings
@@ -42,6 +44,30 @@ def test_every_input_has_its_place() -> None:
     asked.serving.check()
 
 
+def test_a_conversation_is_read_in_place_of_a_text() -> None:
+    said = '[{"role":"user","content":"ä"}]'
+    settings = replace(SETTINGS, most_text_bytes=len(said.encode()))
+    asked = read_request({"bpkv_messages": text(said)}, {}, settings)
+    assert asked.serving == ServingRequest(messages=(Turn(role="user", content="ä"),), timeout_s=30)
+    asked.serving.check()
+    with pytest.raises(InputError, match="32 bytes; this server takes up to 31"):
+        read_request({"bpkv_messages": text(said)}, {}, replace(SETTINGS, most_text_bytes=31))
+
+
+@pytest.mark.parametrize(
+    "beside, told",
+    [
+        ({"question": "Why?"}, "into the last one of the user"),
+        ({"raw": True}, "chat template, which raw is to do without"),
+        ({"text": "a"}, "both text and messages"),
+        ({"messages": (Turn(role="user", content=" "),)}, "messages is empty"),
+    ],
+)
+def test_what_a_conversation_cannot_have_is_refused(beside: dict[str, Any], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        ServingRequest(**{"messages": (Turn(role="user", content="a"),), **beside}).check()
+
+
 def test_what_is_left_out_is_as_usual_but_for_the_servers_time_limit() -> None:
     asked = read_request({"text_input": text("a")}, {}, SETTINGS)
     assert asked.serving == ServingRequest("a", timeout_s=30)
@@ -57,7 +83,10 @@ def test_a_request_is_named_by_its_id_or_its_parameter() -> None:
 @pytest.mark.parametrize(
     "tensors, parameters, told",
     [
-        ({}, {}, "text_input is missing"),
+        ({}, {}, "text_input and bpkv_messages are both missing"),
+        ({"text_input": text("a"), "bpkv_messages": text("[]")}, {}, "are both given"),
+        ({"bpkv_messages": text("a", "b")}, {}, r"bpkv_messages has shape \[2\]"),
+        ({"bpkv_messages": text("a")}, {}, "bpkv_messages cannot be used .*JSON"),
         ({"text_input": np.array([], dtype=object)}, {}, r"text_input has shape \[0\]"),  # as numpy 2 breaks old stubs
         ({"text_input": text("a", "b")}, {}, r"text_input has shape \[2\]"),
         ({"text_input": np.array([b"ab\xff"], dtype=object)}, {}, r"not UTF-8 \(byte 2\)"),

@@ -82,10 +82,14 @@ class TritonServer:
             time.sleep(0.05)
         return found
 
-    def model_process(self) -> int:
-        """The process that runs the model: the server's child, the launcher's grandchild."""
+    def server_process(self) -> int:
+        """The process of the server itself: the launcher's child."""
         (server,) = [child for child in _children(self.process.pid) if _name(child) == "tritonserver"]
-        (model,) = [child for child in _children(server) if _name(child) == "triton_python_b"]
+        return server
+
+    def model_process(self) -> int:
+        """The process that runs the model: the server's child."""
+        (model,) = [child for child in _children(self.server_process()) if _name(child) == "triton_python_b"]
         return model
 
     def shared_memory(self) -> list[Path]:

@@ -418,10 +418,7 @@ def _context_tensors(given: SimpleNamespace) -> dict[str, Any]:
         *(inputs.get("attention_mask"), given.cross_attention_mask_for_context, indirection),
         *(*offsets, given.host_cross_kv_cache_block_offsets, given.hidden_states, given.prompt_embedding_table),
         *(given.tasks, given.prompt_vocab_size, given.encoder_output, given.encoder_input_lengths),
-        host_runtime_perf_knobs=inputs["host_runtime_perf_knobs"],
-        host_context_progress=torch.tensor([0], dtype=torch.int64),
-        skip_cross_attn_blocks=given.kwargs.get("skip_cross_attn_blocks"),
-        language_adapter_routings=given.kwargs.get("language_adapter_routings"),
+        **_named_last(given, inputs),
     )
 
 
@@ -448,11 +445,18 @@ def _next_tensors(given: SimpleNamespace) -> dict[str, Any]:
         *(host_offsets.clone(), host_offsets, given.cross_kv_cache_block_offsets),
         *(given.host_cross_kv_cache_block_offsets, given.hidden_states, given.prompt_embedding_table, given.tasks),
         *(given.prompt_vocab_size, given.encoder_output, given.encoder_input_lengths),
-        host_runtime_perf_knobs=inputs["host_runtime_perf_knobs"],
-        host_context_progress=torch.tensor([0], dtype=torch.int64),
-        skip_cross_attn_blocks=given.kwargs.get("skip_cross_attn_blocks"),
-        language_adapter_routings=given.kwargs.get("language_adapter_routings"),
+        **_named_last(given, inputs),
     )
+
+
+def _named_last(given: SimpleNamespace, inputs: dict[str, Any]) -> dict[str, Any]:
+    """What both steps hand over by name."""
+    return {
+        "host_runtime_perf_knobs": inputs["host_runtime_perf_knobs"],
+        "host_context_progress": torch.tensor([0], dtype=torch.int64),
+        "skip_cross_attn_blocks": given.kwargs.get("skip_cross_attn_blocks"),
+        "language_adapter_routings": given.kwargs.get("language_adapter_routings"),
+    }
 
 
 def _shared_tensors(given: SimpleNamespace) -> dict[str, Any]:

@@ -4,20 +4,26 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
+import torch
 import triton_python_backend_utils as pb_utils
 
+from bpkv_trt.documents import check_destination
 from bpkv_trt.errors import BpkvError, QueueFull
+from bpkv_trt.models.placement import device_of
+from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.serving_host import open_batch
 from bpkv_trt.runtime.serving_loop import ServingLoop
 from bpkv_trt.runtime.serving_metrics import BOUNDS, COUNTERS, GAUGES, HISTOGRAMS, OUTCOMES, REQUESTS, ServingMetrics
 from bpkv_trt.runtime.serving_request import ServingOutput
 from bpkv_trt.runtime.triton_request import NAMES, TritonRequest, asks_to_stop, read_request, request_name
 from bpkv_trt.serving_settings import ServingSettings
+from bpkv_trt.trace_file import traced
 
 POLL_S = 0.1  # between looks whether clients have gone, which Triton does not tell by itself
 FAILED = "The server failed at this request; its log says why. Other requests are not affected."
@@ -33,7 +39,10 @@ class TritonPythonModel:
         try:
             self._settings = ServingSettings.read(folder / "model.yaml")
             published = PublishedMetrics(args["model_name"])
-            self._loop = _start(self._settings, ServingMetrics(published.observe))
+            with ExitStack() as tracing:
+                trace = tracing.enter_context(_traced(self._settings))
+                self._loop = _start(self._settings, ServingMetrics(published.observe), trace)
+                self._tracing = tracing.pop_all()
         except BpkvError as error:
             raise pb_utils.TritonModelException(" ".join(str(error).split())) from None
         self._published = published
@@ -67,6 +76,10 @@ class TritonPythonModel:
         self._loop.shutdown(timeout_s=0)
         self._ended.set()
         self._sender.join()
+        try:
+            self._tracing.close()
+        except BpkvError as error:
+            pb_utils.Logger.log_error(f"bpkv: {error}")
         del self._loop, self._published  # metrics that outlive this call make the stub of Triton 2.51 crash at its end
 
     def _take(self, request: Any, sender: Any) -> None:
@@ -196,8 +209,16 @@ class Answer:
             _send(self._sender, pb_utils.InferenceResponse(_outputs(text, reason, output if last else None)), last)
 
 
-def _start(settings: ServingSettings, metrics: ServingMetrics) -> ServingLoop:
-    batch, words = open_batch(settings)
+def _traced(settings: ServingSettings) -> AbstractContextManager[Trace]:
+    """A trace to the end of the model, written where the settings say so."""
+    path = None if settings.trace is None else Path(settings.trace)
+    if path is not None:
+        check_destination(path, flag="trace")
+    return traced(path, torch.cuda.synchronize if device_of(settings.device) == "cuda" else None)
+
+
+def _start(settings: ServingSettings, metrics: ServingMetrics, trace: Trace) -> ServingLoop:
+    batch, words = open_batch(settings, trace)
     return ServingLoop(batch, words, queue_limit=settings.queue_limit, metrics=metrics)
 
 
@@ -218,6 +239,8 @@ def _outputs(text: str, reason: str | None, end: ServingOutput | None) -> list[A
             "bpkv_entries_kept": end.entries_kept,
             "bpkv_entries_total": end.entries_total,
             "bpkv_bytes_freed": end.bytes_freed,
+            "bpkv_prompt_tokens": end.prompt_tokens,
+            "bpkv_generated_tokens": end.tokens,
         }
         tensors += [pb_utils.Tensor(name, np.array([number], dtype=np.int64)) for name, number in numbers.items()]
     return tensors
