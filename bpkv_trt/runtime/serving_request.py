@@ -34,6 +34,8 @@ class ServingRequest:
 
     def check(self) -> None:
         """Raise InputError for a value that no request can have; the rest is for those that know the model."""
+        if not all(isinstance(name, str) for name in self.options):
+            raise InputError(f"options is {quoted(self.options)}; give names of options and their values.")
         if self.messages is None:
             _check_text("text", self.text)
         else:

@@ -6,14 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import BpkvError, InputError
 from bpkv_trt.models.conversation import Turn
 from bpkv_trt.runtime.serving_request import ServingRequest
 from bpkv_trt.runtime.triton_request import asks_to_stop, read_request, request_name
 from bpkv_trt.serving_settings import ServingSettings
 
-SETTINGS = ServingSettings("smollm2", BpkvConfig(), timeout_s=30, most_text_bytes=20)
+SETTINGS = ServingSettings("smollm2", timeout_s=30, most_text_bytes=20)
 
 
 def text(*strings: str) -> Any:

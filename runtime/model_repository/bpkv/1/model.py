@@ -15,9 +15,9 @@ import triton_python_backend_utils as pb_utils
 
 from bpkv_trt.documents import check_destination
 from bpkv_trt.errors import BpkvError, QueueFull
-from bpkv_trt.models.loading import load_model
-from bpkv_trt.models.placement import device_of, dtype_of
+from bpkv_trt.models.placement import device_of
 from bpkv_trt.profiling import Trace
+from bpkv_trt.runtime.serving_host import open_batch
 from bpkv_trt.runtime.serving_loop import ServingLoop
 from bpkv_trt.runtime.serving_metrics import BOUNDS, COUNTERS, GAUGES, HISTOGRAMS, OUTCOMES, REQUESTS, ServingMetrics
 from bpkv_trt.runtime.serving_request import ServingOutput
@@ -137,8 +137,8 @@ class TritonPythonModel:
         self._published.publish(self._loop.metrics)
 
     def _told(self, error: BpkvError) -> str:
-        """An error in one paragraph, without the name of the model, which may be a path of this machine."""
-        return " ".join(str(error).split()).replace(self._settings.model, "the model")
+        """An error in one paragraph, without the name of what is served, which may be a path of this machine."""
+        return " ".join(str(error).split()).replace(self._settings.source, "the model")
 
 
 class PublishedMetrics:
@@ -218,19 +218,8 @@ def _traced(settings: ServingSettings) -> AbstractContextManager[Trace]:
 
 
 def _start(settings: ServingSettings, metrics: ServingMetrics, trace: Trace) -> ServingLoop:
-    device = device_of(settings.device)
-    with trace.range("load"):
-        loaded = load_model(settings.model, dtype=dtype_of(settings.dtype, device), device=device)
-    return ServingLoop(
-        loaded,
-        settings.config,
-        pool_bytes=settings.pool_bytes,
-        queue_limit=settings.queue_limit,
-        chunk_tokens=settings.chunk_tokens,
-        most_running=settings.most_running,
-        metrics=metrics,
-        trace=trace,
-    )
+    batch, words = open_batch(settings, trace)
+    return ServingLoop(batch, words, queue_limit=settings.queue_limit, metrics=metrics)
 
 
 def _tensors(request: Any) -> Iterator[tuple[str, Any]]:
