@@ -17,6 +17,7 @@ from bpkv_trt.policies.registry import settled
 from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.memory import activation_bytes, pool_bytes, require_memory
 from bpkv_trt.runtime.scratch import scratch_rows
+from bpkv_trt.runtime.serving_batch import ServingBatch
 from bpkv_trt.runtime.serving_loop import ServingLoop
 from bpkv_trt.runtime.serving_metrics import ServingMetrics
 from bpkv_trt.runtime.serving_request import ServingOutput, ServingRequest
@@ -106,16 +107,15 @@ class LoadRun:
             trace.weigh()
 
     def _loop(self, budget: str, trace: Trace, metrics: ServingMetrics) -> ServingLoop:
-        return ServingLoop(
+        batch = ServingBatch.over(
             self._loaded,
             self._profile.config(budget),
             pool_bytes=self._pool_bytes,
-            queue_limit=self._load.requests,
             chunk_tokens=self._load.chunk_tokens,
             most_running=self._load.most_running,
-            metrics=metrics,
             trace=trace,
         )
+        return ServingLoop(batch, self._loaded, queue_limit=self._load.requests, metrics=metrics)
 
 
 class _Seen(ServingMetrics):
