@@ -17,6 +17,7 @@ try:
     from bpkv_trt.errors import BpkvError, ConfigError, InputError
     from bpkv_trt.generate_command import add_generate
     from bpkv_trt.model_repository_command import add_model_repository
+    from bpkv_trt.openai_front_command import add_openai_front
     from bpkv_trt.options import MODEL_HELP, CommandParser, file_path, importing
     from bpkv_trt.profile_command import add_profile
     from bpkv_trt.progress import progress_on
@@ -38,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     add_profile(commands.add_parser("profile", help="where time goes: run a latency profile, report on a trace"))
     repository = "write a folder that Triton Inference Server serves a model from"
     add_model_repository(commands.add_parser("model-repository", help=repository))
+    add_openai_front(commands.add_parser("openai-front", help="an OpenAI-style API in front of such a server"))
     doctor = commands.add_parser("doctor", help="what of this machine can be used, and what to do about the rest")
     doctor.add_argument("--json", type=file_path, metavar="OUT", help="also write the findings there")
     doctor.add_argument("--engine-dir", type=file_path, metavar="DIR", help="also look at the engine in this folder")

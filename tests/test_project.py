@@ -58,7 +58,7 @@ def test_the_light_core_works_alone(tmp_path: Path) -> None:
 def test_the_command_line_starts_without_torch() -> None:
     loaded = run(sys.executable, "-c", "import sys, bpkv_trt.cli; print(*sys.modules)", PYTHONPATH=str(ROOT)).split()
     assert "bpkv_trt.config" in loaded
-    assert not {"torch", "transformers", "gguf", "matplotlib"} & set(loaded)
+    assert not {"torch", "transformers", "gguf", "matplotlib", "fastapi", "uvicorn", "grpc"} & set(loaded)
 
 
 def test_every_dependency_of_the_light_core_is_one_of_six() -> None:

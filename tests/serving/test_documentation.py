@@ -1,9 +1,12 @@
 """docs/serving.md names what there is, and nothing else."""
 
+import argparse
 import re
 
 from bpkv_trt.model_repository import template
 from bpkv_trt.model_repository_command import LIMITS
+from bpkv_trt.openai_front.asked import ChatAsked, CompletionAsked
+from bpkv_trt.openai_front_command import add_openai_front
 from bpkv_trt.runtime.serving_metrics import COUNTERS, GAUGES, HISTOGRAMS, OUTCOMES, REQUESTS
 from bpkv_trt.runtime.triton_request import NAMES
 from tests.serving.triton_server import ROOT
@@ -11,9 +14,9 @@ from tests.serving.triton_server import ROOT
 PAGE = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 
 
-def first_column(heading: str) -> list[str]:
-    """The names in backticks that begin the rows of the table under a heading."""
-    table = PAGE.partition(f"| {heading} |")[2].partition("\n\n")[0]
+def first_column(heading: str, number: int = 1) -> list[str]:
+    """The names in backticks that begin the rows of a table: of those with such a heading, the one so numbered."""
+    table = PAGE.split(f"| {heading} |")[number].partition("\n\n")[0]
     return [
         name for row in re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)
     ]
@@ -33,3 +36,11 @@ def test_metrics() -> None:
 
 def test_limits() -> None:
     assert {"--" + name.replace("_", "-") for name in LIMITS} <= set(first_column("option"))
+
+
+def test_fields_and_options_of_the_front() -> None:
+    fields = {name.partition(".")[0] for name in first_column("field")}
+    assert fields == CompletionAsked.model_fields.keys() | ChatAsked.model_fields.keys()
+    parser = argparse.ArgumentParser(add_help=False)
+    add_openai_front(parser)
+    assert sorted(first_column("option", 2)) == sorted(re.findall(r"--[a-z-]+", parser.format_usage()))

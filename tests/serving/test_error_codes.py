@@ -82,11 +82,12 @@ def taken(module: ModuleType, error: Exception) -> tuple[str, str]:
     ],
 )
 def test_what_is_refused(model: ModuleType, error: Exception, code: str) -> None:
-    assert taken(model, error)[0] == code
+    told = taken(model, error)
+    assert told[0] == code and told[1].startswith(f"{code}: "), "also to those who are told the message alone"
 
 
 def test_neither_the_place_of_the_model_nor_a_fault_of_ours_is_told(model: ModuleType) -> None:
-    assert taken(model, InputError(f"{MODEL} knows 7"))[1] == "the model knows 7"
+    assert taken(model, InputError(f"{MODEL} knows 7"))[1] == "INVALID_ARG: the model knows 7"
     assert "secret" not in taken(model, ValueError(f"in {MODEL}, line 7"))[1]
 
 

@@ -254,7 +254,8 @@ def _sentence(output: ServingOutput) -> str:
 
 
 def _refuse(sender: Any, why: str, code: str) -> None:
-    error = pb_utils.TritonError(why, getattr(pb_utils.TritonError, code))
+    """An error whose message begins with its code, which not every way of asking tells otherwise."""
+    error = pb_utils.TritonError(f"{code}: {why}", getattr(pb_utils.TritonError, code))
     _send(sender, pb_utils.InferenceResponse(error=error), last=True)
 
 

@@ -1,0 +1,82 @@
+"""The Triton server that answers."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from tritonclient.grpc import InferInput
+from tritonclient.grpc.aio import InferenceServerClient
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+from bpkv_trt.openai_front.asked import Inputs
+from bpkv_trt.openai_front.refusal import Refusal
+
+NUMBERS = (
+    "bpkv_prompt_tokens",
+    "bpkv_generated_tokens",
+    "bpkv_entries_kept",
+    "bpkv_entries_total",
+    "bpkv_bytes_freed",
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What came of an answer; the last piece says why it ended, and has the server's NUMBERS."""
+
+    text: str
+    finish_reason: str | None
+    numbers: dict[str, int]
+
+
+class Server:
+    """One of its models, by gRPC; to be made and used within one event loop."""
+
+    def __init__(self, address: str, model: str) -> None:
+        self.address, self.model = address, model
+        self._client = InferenceServerClient(address)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def ready(self) -> bool:
+        """Whether it can be reached and has loaded the model."""
+        try:
+            return bool(await self._client.is_model_ready(self.model, client_timeout=5))
+        except InferenceServerException:
+            return False
+
+    async def answer(self, inputs: Inputs) -> AsyncIterator[Piece]:
+        """Pieces as they come. Raises Refusal. Closed before its end, it ends the request on the server too."""
+        ended = False
+        call = self._client.stream_infer(_once({"model_name": self.model, "inputs": _tensors(inputs)}))
+        try:
+            async for result, error in call:
+                if error is not None:
+                    raise Refusal.by_server(error.message())
+                piece = _piece(result)
+                ended = piece.finish_reason is not None
+                yield piece
+        except grpc.aio.AioRpcError as error:
+            raise Refusal(503, f"The server at {self.address} cannot be reached ({error.details()}).") from None
+        finally:
+            call.cancel()
+        if not ended:
+            raise Refusal(503, f"The server at {self.address} left the answer without an end; ask again later.")
+
+
+async def _once(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    yield request
+
+
+def _tensors(inputs: Inputs) -> list[InferInput]:
+    tensors = [InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype)) for name, array in inputs.items()]
+    return [tensor.set_data_from_numpy(array) for tensor, array in zip(tensors, inputs.values(), strict=True)]
+
+
+def _piece(result: Any) -> Piece:
+    found = {output.name: result.as_numpy(output.name)[0] for output in result.get_response().outputs}
+    reason = found.get("finish_reason")
+    numbers = {name: int(found[name]) for name in NUMBERS if name in found}
+    return Piece(found["text_output"].decode(), None if reason is None else reason.decode(), numbers)

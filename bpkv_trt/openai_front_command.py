@@ -1,0 +1,60 @@
+"""The options of `bpkv openai-front`."""
+
+import argparse
+import socket
+
+from rich.console import Console
+
+from bpkv_trt.errors import ConfigError, quoted
+from bpkv_trt.model_repository import MODEL_NAME
+from bpkv_trt.options import importing
+
+EXIT_TIMEOUT_S = 30  # that running answers get after SIGTERM
+
+
+def add_openai_front(parser: argparse.ArgumentParser) -> None:
+    """`bpkv openai-front`."""
+    parser.add_argument(
+        "--server",
+        required=True,
+        type=_address,
+        metavar="HOST:PORT",
+        help="the gRPC endpoint of a Triton server, as localhost:8001",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="where to listen (default 127.0.0.1: this machine alone)")
+    parser.add_argument("--port", type=_port, default=9000, metavar="P", help="0: any that is free (default 9000)")
+    parser.add_argument("--model-name", default=MODEL_NAME, metavar="M", help=f"on the server (default {MODEL_NAME})")
+    parser.set_defaults(run=_openai_front)
+
+
+def _address(text: str) -> str:
+    host, colon, port = text.rpartition(":")
+    if not (host and colon and port.isdecimal()) or "/" in text:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not HOST:PORT, such as localhost:8001")
+    return text
+
+
+def _port(text: str) -> int:
+    if not (text.isdecimal() and int(text) < 2**16):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a port, a number from 0 to 65535")
+    return int(text)
+
+
+def _openai_front(options: argparse.Namespace) -> None:
+    with importing("openai-front", "openai"):
+        import uvicorn
+
+        from bpkv_trt.openai_front.app import make_app
+    with _listening(options.host, options.port) as listening:
+        app = make_app(options.server, options.model_name)
+        place = f"http://{options.host}:{listening.getsockname()[1]}"
+        Console().print(f"Listening on {place}/v1, for the server at {options.server}", soft_wrap=True)
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=EXIT_TIMEOUT_S)
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"{host}:{port} cannot be listened on ({error}); give another --host or --port.") from None

@@ -1,0 +1,360 @@
+"""OpenAI's own client asks the front of a real server: what it gets is what the server and `bpkv generate` answer."""
+
+import json
+import os
+import random
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import httpx
+import pytest
+from openai import APIError, BadRequestError, InternalServerError, NotFoundError, OpenAI
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
+from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
+
+from bpkv_trt.cli import main
+from build_scripts.recall_text import counting_prompt, induction_prompt, recall_prompt, token_count
+from tests.serving.alone import alone
+from tests.serving.clients import generate
+from tests.serving.conftest import Serve
+from tests.serving.front import Front
+from tests.serving.triton_server import TritonServer
+
+TEXT = recall_prompt(11, 300)[0]
+TOKENS = 12
+RUNNING, WAITING = 4, 12
+ENDLESS = {  # a request whose answer goes on until it is ended: for some seconds
+    "model": "bpkv",
+    "prompt": induction_prompt(1, 60)[0],
+    "bpkv_policy": "snapkv",
+    "max_tokens": 1500,
+}
+CANCELLED = 'bpkv_requests_total{outcome="cancelled"}'
+
+
+@pytest.fixture(scope="module")
+def server(serve: Serve) -> Iterator[TritonServer]:
+    limits = ("--most-running", str(RUNNING), "--queue-limit", str(WAITING), "--most-new-tokens", "1600")
+    with serve("--budget", "0.5", "--pool-size", "64MiB", *limits) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def front(server: TritonServer) -> Iterator[Front]:
+    with Front(server.grpc) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def client(front: Front) -> Iterator[OpenAI]:
+    with OpenAI(base_url=front.url, api_key="not looked at", max_retries=0, timeout=120) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def http(front: Front) -> Iterator[httpx.Client]:
+    """A client that writes its bodies itself."""
+    with httpx.Client(base_url=front.url, headers={"Content-Type": "application/json"}, timeout=60) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def every_page_comes_back(server: TritonServer) -> Iterator[None]:
+    yield
+    left = server.metrics_when("bpkv_running", 0)
+    assert left["bpkv_pages_live"] == 0 and left["bpkv_queue_length"] == 0 and left["bpkv_healthy"] == 1
+
+
+def test_a_completion_is_the_answer_of_bpkv_generate(client: OpenAI) -> None:
+    expected, kept, freed = alone(TEXT, "0.3", TOKENS)
+    asked: dict[str, Any] = {"model": "bpkv", "prompt": TEXT, "max_tokens": TOKENS}
+    asked["extra_body"] = {"bpkv_budget": "0.3"}
+    whole = client.completions.create(**asked)
+    assert (whole.choices[0].text, whole.choices[0].finish_reason) == (expected, "length")
+    assert whole.usage is not None
+    usage = (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens)
+    assert usage == (token_count(TEXT) + 1, TOKENS, token_count(TEXT) + 1 + TOKENS)
+    extra = whole.model_extra
+    assert extra is not None and (extra["bpkv_entries_kept"], extra["bpkv_bytes_freed"]) == (kept, freed)
+    streamed = list(client.completions.create(stream=True, stream_options={"include_usage": True}, **asked))
+    pieces = [part.choices[0].text for part in streamed if part.choices]
+    assert "".join(pieces) == expected and len(pieces) >= TOKENS, "a piece for every token"
+    reasons = [part.choices[0].finish_reason for part in streamed if part.choices]
+    assert reasons == [None] * (len(pieces) - 1) + ["length"]
+    assert streamed[-1].usage == whole.usage and [part.usage for part in streamed[:-1]] == [None] * len(pieces)
+    assert len({part.id for part in streamed}) == 1 != len({part.id for part in streamed} | {whole.id})
+    assert streamed[-1].choices == []
+
+
+def test_a_chat_is_the_servers_answer_to_the_same_messages(server: TritonServer, client: OpenAI) -> None:
+    expected, kept, _ = alone(TEXT, "0.5", TOKENS, raw=False)
+    one: list[Any] = [{"role": "user", "content": TEXT}]
+    several: list[Any] = [
+        {"role": "developer", "content": "one two three."},
+        {"role": "user", "content": [{"type": "text", "text": TEXT[:-40]}, {"type": "text", "text": TEXT[-40:]}]},
+        {"role": "assistant", "content": "it is red."},
+        {"role": "user", "content": TEXT[-40:]},
+    ]
+    plain = [("system", "one two three."), ("user", TEXT), ("assistant", "it is red."), ("user", TEXT[-40:])]
+    said = json.dumps([{"role": role, "content": content} for role, content in plain])
+    by_server = generate(server, None, bpkv_messages=said, sampling_param_max_tokens=TOKENS, return_finish_reason=True)
+    for messages, text in ((one, expected), (several, by_server.text)):
+        whole = client.chat.completions.create(model="bpkv", messages=messages, max_completion_tokens=TOKENS)
+        assert (whole.choices[0].message.role, whole.choices[0].message.content) == ("assistant", text)
+        parts = list(client.chat.completions.create(model="bpkv", messages=messages, max_tokens=TOKENS, stream=True))
+        assert "".join(part.choices[0].delta.content or "" for part in parts) == text
+        assert [part.choices[0].delta.role for part in parts] == ["assistant"] + [None] * (len(parts) - 1)
+        assert parts[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+        extra = whole.model_extra
+        assert extra is not None and whole.usage is not None
+        assert extra["bpkv_entries_kept"] == (kept if messages is one else by_server.last["bpkv_entries_kept"])
+    assert whole.usage.prompt_tokens == by_server.last["bpkv_prompt_tokens"]
+    assert whole.usage.completion_tokens == by_server.last["bpkv_generated_tokens"]
+    assert whole.choices[0].finish_reason == by_server.last["finish_reason"]
+
+
+def test_what_is_left_out_is_as_the_server_has_it(server: TritonServer, client: OpenAI) -> None:
+    by_server = generate(server, TEXT, bpkv_raw=True)
+    nothing: Any = {"best_of": 1, "echo": False, "n": 1, "presence_penalty": 0, "logprobs": None, "stream": False}
+    for given in ({}, nothing | {"frequency_penalty": 0.0, "logit_bias": {}, "user": "me", "stop": [], "suffix": None}):
+        whole = client.completions.create(model="bpkv", prompt=[TEXT], **given)
+        assert whole.choices[0].text == by_server.text
+        assert (whole.model_extra or {})["bpkv_entries_kept"] == by_server.last["bpkv_entries_kept"]
+
+
+def test_sixteen_clients_get_what_each_would_get_alone(client: OpenAI) -> None:
+    """Prompts and answers of unequal lengths, greedy and drawn, whole and streamed."""
+    rng = random.Random(4)
+    cases = [
+        (
+            recall_prompt(100 + number, rng.randrange(30, 700))[0],
+            rng.choice(["0.2", "0.4", "1"]),
+            rng.randrange(1, 60),
+            rng.choice([0.0, 0.8]),
+            number,
+        )
+        for number in range(RUNNING + WAITING)
+    ]
+
+    def ask(case: tuple[str, str, int, float, int]) -> str:
+        text, budget, tokens, temperature, seed = case
+        asked: dict[str, Any] = {"prompt": text, "max_tokens": tokens, "temperature": temperature, "seed": seed}
+        asked["extra_body"] = {"bpkv_budget": budget, "bpkv_policy": "snapkv"}
+        if seed % 2:
+            return client.completions.create(model="bpkv", **asked).choices[0].text
+        parts = client.completions.create(model="bpkv", stream=True, **asked)
+        return "".join(part.choices[0].text for part in parts)
+
+    with ThreadPoolExecutor(len(cases)) as pool:
+        answers = list(pool.map(ask, cases))
+    for (text, budget, tokens, temperature, seed), answer in zip(cases, answers, strict=True):
+        assert answer == alone(text, budget, tokens, "snapkv", temperature, seed)[0]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_string_that_ends_an_answer_is_no_part_of_it(client: OpenAI, several: bool) -> None:
+    text, answer = counting_prompt(0, 128)
+    words = answer.split()
+    stop = ["never said", words[3]] if several else words[3]
+    whole = client.completions.create(model="bpkv", prompt=text, stop=stop, extra_body={"bpkv_budget": "0.9"})
+    assert whole.choices[0].text.split() == words[:3] and whole.choices[0].finish_reason == "stop"
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str | None, str]] = {  # endpoint, fields, the one at fault, what is told
+    "two answers": ("completions", {"n": 2}, "n", "n is 2: input should be 1"),
+    "the best of several": ("completions", {"best_of": 3}, "best_of", "best_of is 3"),
+    "the prompt again": ("completions", {"echo": True}, "echo", "echo is True"),
+    "probabilities": ("completions", {"logprobs": 0}, "logprobs", "cannot be honoured"),
+    "probabilities of a chat": ("chat/completions", {"logprobs": True}, "logprobs", "logprobs is True"),
+    "a penalty": ("completions", {"presence_penalty": 0.5}, "presence_penalty", "presence_penalty is 0.5"),
+    "biased tokens": ("completions", {"logit_bias": {"50256": -100}}, "logit_bias", "logit_bias is"),
+    "a tool": ("chat/completions", {"tools": [{"type": "function"}]}, "tools", "tools is"),
+    "JSON": ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format.type", "'text'"),
+    "no name of a field": ("completions", {"\ud800" * 500: 1}, None, "unicode"),
+    "a misspelt field": ("completions", {"bpkv_buget": "0.2"}, "bpkv_buget", "cannot be honoured"),
+    "two prompts": ("completions", {"prompt": ["a", "b"]}, "prompt", "prompt is ['a', 'b']"),
+    "tokens": ("completions", {"prompt": [1, 2]}, "prompt", "prompt is [1, 2]"),
+    "one token": ("completions", {"prompt": [1]}, "prompt", "prompt is 1"),
+    "no prompt": ("completions", {"prompt": None}, "prompt", "required"),
+    "half a surrogate pair": ("completions", {"prompt": "\ud800"}, None, "prompt"),
+    "a number as text": ("completions", {"max_tokens": "5"}, "max_tokens", "integer"),
+    "a huge number": ("completions", {"max_tokens": 2**40}, "max_tokens", "max_tokens is"),
+    "a negative seed": ("completions", {"seed": -1}, "seed", "seed is -1"),
+    "two limits": ("chat/completions", {"max_tokens": 1, "max_completion_tokens": 2}, None, "give one of them"),
+    "a picture": (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
+        None,
+        "messages.0.content",
+    ),
+    "a tool's words": ("chat/completions", {"messages": [{"role": "tool", "content": "a"}]}, None, "messages.0.role"),
+    # and what the server says
+    "no messages": ("chat/completions", {"messages": []}, None, "at least 1 item"),
+    "blank": ("chat/completions", {"messages": [{"role": "user", "content": " "}]}, None, "is empty"),
+    "no text": ("completions", {"prompt": ""}, None, "is empty"),
+    "no tokens": ("completions", {"max_tokens": 0}, None, "gives 1 to 1600"),
+    "a budget above 1": ("completions", {"bpkv_budget": "1.5"}, None, "a fraction above 1"),
+    "no policy": ("completions", {"bpkv_policy": "best"}, None, "choose from"),
+    "no regime": ("completions", {"bpkv_regime": "sometimes"}, None, "not a regime"),
+    "top_p of a greedy answer": ("completions", {"top_p": 0.5}, None, "would change nothing"),
+    "no time": ("completions", {"bpkv_timeout_s": 0}, None, "more than 0"),
+}
+PROMPTS = {"completions": {"prompt": TEXT}, "chat/completions": {"messages": [{"role": "user", "content": TEXT}]}}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_honoured_is_refused_in_openais_words(http: httpx.Client, name: str, stream: bool) -> None:
+    endpoint, fields, param, why = REFUSED[name]
+    body = json.dumps({"model": "bpkv", "stream": stream, **PROMPTS[endpoint], **fields})
+    refused = http.post(endpoint, content=body)
+    error = refused.json()["error"]
+    assert refused.status_code == 400 and error.keys() == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error" and why in error["message"], error
+    assert param is None or error["param"] == param
+    assert "\n" not in error["message"] and "INVALID_ARG" not in error["message"] and len(error["message"]) < 1000
+
+
+HONOURED = {
+    "model",
+    "prompt",
+    "messages",
+    "max_tokens",
+    "max_completion_tokens",
+    "temperature",
+    "top_p",
+    "seed",
+    "stop",
+}
+HARMLESS = {"stream_options", "user"}  # what they are given below is what they may be
+
+
+@pytest.mark.parametrize("endpoint, params", [("completions", CompletionParams), ("chat/completions", ChatParams)])
+def test_no_field_of_openais_is_ignored_in_silence(http: httpx.Client, endpoint: str, params: Any) -> None:
+    fields = params.__annotations__.keys() - HONOURED
+    assert {"n", "logit_bias"} <= fields
+    for name in fields:
+        refused = http.post(endpoint, json={"model": "bpkv", **PROMPTS[endpoint], name: {"any": "thing"}})
+        assert refused.status_code == 400 and name in refused.json()["error"]["message"], name
+
+
+def test_errors_are_what_openais_client_makes_of_them(client: OpenAI) -> None:
+    with pytest.raises(BadRequestError) as bad:
+        client.completions.create(model="bpkv", prompt=TEXT, n=2)
+    assert bad.value.param == "n" and "n is 2" in bad.value.message
+    with pytest.raises(NotFoundError) as missing:
+        client.completions.create(model="gpt", prompt=TEXT)
+    assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
+    with pytest.raises(InternalServerError, match="took longer than its time limit") as late:
+        client.completions.create(**ENDLESS_BY_SDK, extra_body={"bpkv_timeout_s": 0.4, "bpkv_policy": "snapkv"})
+    assert (late.value.status_code, late.value.code, late.value.type) == (503, "unavailable", "server_error")
+    with pytest.raises(APIError, match="took longer than its time limit"):  # after its first pieces
+        begun = client.completions.create(
+            **ENDLESS_BY_SDK, stream=True, extra_body={"bpkv_timeout_s": 1.0, "bpkv_policy": "snapkv"}
+        )
+        assert next(iter(begun)).choices[0].text
+        list(begun)
+
+
+ENDLESS_BY_SDK: Any = {name: value for name, value in ENDLESS.items() if name != "bpkv_policy"}
+
+
+def test_other_places_and_other_bodies_are_refused_alike(http: httpx.Client) -> None:
+    cases = [
+        (http.get("completions"), 405),
+        (http.post("embeddings", json={}), 404),
+        (http.post("completions", content=b"{"), 400),
+        (http.post("completions", content=b"[" * 100_000), 400),
+        (http.post("completions", content=b"[1]"), 400),
+        (http.post("completions", content=b"\xff"), 400),
+        (http.post("completions", content=json.dumps(ENDLESS), headers={"Content-Type": "text/plain"}), 400),
+        (http.post("completions", content=b" " * (65 << 20)), 413),
+    ]
+    assert "Content-Type: application/json" in cases[-2][0].json()["error"]["message"]
+    for refused, status in cases:
+        error = refused.json()["error"]
+        assert refused.status_code == status and error["type"] == "invalid_request_error" and error["message"]
+        assert "Traceback" not in refused.text and len(refused.text) < 1000
+
+
+def test_the_model_is_listed_and_the_server_is_looked_after(client: OpenAI, front: Front) -> None:
+    assert [model.id for model in client.models.list()] == ["bpkv"]
+    assert httpx.get(f"http://127.0.0.1:{front.port}/health").json() == {"status": "ok"}
+
+
+def connected(front: Front, **asked: Any) -> socket.socket:
+    """A client that has asked, and reads nothing yet."""
+    body = json.dumps(asked).encode()
+    client = socket.create_connection(("127.0.0.1", front.port), timeout=60)
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    )
+    client.sendall(head.encode() + b"\r\n\r\n" + body)
+    return client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request(server: TritonServer, front: Front, stream: bool) -> None:
+    before = server.metrics()[CANCELLED]
+    with connected(front, **ENDLESS, stream=stream) as client:
+        if stream:
+            assert b"data: " in client.recv(65536) + client.recv(65536)
+        assert server.metrics_when("bpkv_running", 1)["bpkv_pages_live"] > 0
+    assert server.metrics_when(CANCELLED, before + 1)["bpkv_pages_live"] == 0
+
+
+def test_a_full_queue_is_told_and_all_that_wait_may_leave(server: TritonServer, front: Front, client: OpenAI) -> None:
+    before = server.metrics()[CANCELLED]
+    with ExitStack() as clients:
+        for number in range(RUNNING + WAITING):
+            clients.enter_context(connected(front, **ENDLESS, stream=bool(number % 2)))
+            server.metrics_when("bpkv_running", min(number + 1, RUNNING))
+        server.metrics_when("bpkv_queue_length", WAITING)
+        with pytest.raises(InternalServerError, match="ask again later") as refused:
+            client.completions.create(model="bpkv", prompt=TEXT)
+        assert refused.value.status_code == 503
+    server.metrics_when(CANCELLED, before + RUNNING + WAITING)
+
+
+def test_a_server_that_is_not_there_is_told(tmp_path: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        port = nobody.getsockname()[1]
+    with Front(port) as front, OpenAI(base_url=front.url, api_key="a", max_retries=0) as client:
+        for stream in (False, True):
+            with pytest.raises(InternalServerError, match="cannot be reached") as refused:
+                client.completions.create(model="bpkv", prompt=TEXT, stream=stream)
+            assert refused.value.status_code == 503
+        health = httpx.get(f"http://127.0.0.1:{front.port}/health")
+        assert health.status_code == 503 and "does not answer" in health.json()["error"]["message"]
+
+
+def test_a_server_that_dies_is_told(serve: Serve) -> None:
+    with serve("--pool-size", "16MiB") as server, Front(server.grpc) as front:
+        with OpenAI(base_url=front.url, api_key="a", max_retries=0) as client:
+            begun = client.completions.create(**ENDLESS_BY_SDK, stream=True, extra_body={"bpkv_policy": "snapkv"})
+            assert next(iter(begun)).choices[0].text
+            os.kill(server.model_process(), signal.SIGKILL)
+            with pytest.raises(APIError):
+                list(begun)
+            server.process.wait(60)
+            with pytest.raises(InternalServerError, match="cannot be reached"):
+                client.completions.create(model="bpkv", prompt=TEXT)
+
+
+def test_where_it_cannot_listen_and_what_is_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for arguments, told in (
+            (["--server", "localhost:8001", "--port", port], "cannot be listened on"),
+            (["--server", "localhost:8001", "--port", "99999"], "is not a port"),
+            (["--server", "localhost:8001", "--host", "nowhere.invalid"], "cannot be listened on"),
+            (["--server", "http://localhost:8001"], "is not HOST:PORT"),
+            ([], "--server"),
+        ):
+            assert main(["openai-front", *arguments]) == 2
+            printed = capsys.readouterr()
+            assert printed.out == "" and told in printed.err and printed.err.count("\n") == 1
