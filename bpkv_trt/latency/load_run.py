@@ -66,7 +66,7 @@ class LoadRun:
         }
 
     def _request(self, text: str) -> ServingRequest:
-        return ServingRequest(text, raw=True, max_tokens=self._profile.answer_tokens, ignore_stop_tokens=True)
+        return ServingRequest(text, raw=True, max_tokens=self._profile.answer_tokens, ignore_eos=True)
 
     def _bytes_of_pool(self) -> int:
         """As many at every budget: room for whole caches, and for what the compaction of one prompt borrows."""

@@ -27,7 +27,7 @@ class ServingRequest:
     top_p: float = 1.0
     seed: int = 0  # of sampling
     stop: tuple[str, ...] = ()  # strings that end the answer and are not part of it, beside the model's stop tokens
-    ignore_stop_tokens: bool = False  # of the model: an answer as long as it was asked for, to measure by
+    ignore_eos: bool = False  # of the model: an answer as long as it was asked for, to measure by
     options: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float | None = None  # from its submission to its end
     messages: tuple[Turn, ...] | None = None  # in place of the text: what was said, up to the answer
@@ -82,7 +82,7 @@ class ServingRequest:
 
     def sampling(self, stop_tokens: frozenset[int]) -> SamplingParams:
         """As asked for, ended by the model's stop tokens unless they are ignored. Raises ConfigError."""
-        ends = frozenset[int]() if self.ignore_stop_tokens else stop_tokens
+        ends = frozenset[int]() if self.ignore_eos else stop_tokens
         return SamplingParams(self.max_tokens, self.temperature, self.top_p, self.seed, ends)
 
 

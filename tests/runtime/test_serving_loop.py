@@ -172,7 +172,7 @@ def test_stop_tokens_end_an_answer_unless_they_are_ignored(
     monkeypatch.setattr("bpkv_trt.runtime.engine.stop_tokens_of", lambda *_: every)
     loop, ended, whole = make_loop(), Received(), Received()
     loop.submit(asked(2), ended)
-    loop.submit(asked(2, ignore_stop_tokens=True), whole)
+    loop.submit(asked(2, ignore_eos=True), whole)
     assert (ended.last.finish_reason, ended.last.tokens) == ("stop", 0)
     assert (whole.last.finish_reason, whole.last.tokens) == ("length", 12)
 

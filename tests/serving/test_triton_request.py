@@ -28,6 +28,7 @@ def test_every_input_has_its_place() -> None:
         "sampling_param_temperature": np.array([0.5], dtype=np.float32),
         "sampling_param_top_p": np.array([0.25], dtype=np.float32),
         "sampling_param_seed": np.array([2**63 - 1], dtype=np.uint64),
+        "sampling_param_ignore_eos": np.array([True]),
         "sampling_param_stop": text("a", "ß"),
         "bpkv_budget": text("0.3"),
         "bpkv_policy": text("snapkv"),
@@ -38,7 +39,9 @@ def test_every_input_has_its_place() -> None:
     }
     asked = read_request(tensors, {"triton_enable_empty_final_response": True, "id": "x"}, SETTINGS)
     options = {"budget": "0.3", "policy": "snapkv", "regime": "prefill"}
-    expected = ServingRequest("Grüße", "Why?", True, 7, 0.5, 0.25, 2**63 - 1, ("a", "ß"), options, 1.5)
+    expected = ServingRequest(
+        "Grüße", "Why?", True, 7, 0.5, 0.25, 2**63 - 1, ("a", "ß"), options, ignore_eos=True, timeout_s=1.5
+    )
     assert asked.serving == expected and asked.streaming and asked.with_finish_reason
     assert type(asked.serving.seed) is int and type(asked.serving.raw) is bool
     asked.serving.check()
