@@ -39,9 +39,7 @@ def test_every_input_has_its_place() -> None:
     }
     asked = read_request(tensors, {"triton_enable_empty_final_response": True, "id": "x"}, SETTINGS)
     options = {"budget": "0.3", "policy": "snapkv", "regime": "prefill"}
-    expected = ServingRequest(
-        "Grüße", "Why?", True, 7, 0.5, 0.25, 2**63 - 1, ("a", "ß"), options, ignore_eos=True, timeout_s=1.5
-    )
+    expected = ServingRequest("Grüße", "Why?", True, 7, 0.5, 0.25, 2**63 - 1, ("a", "ß"), True, options, 1.5)
     assert asked.serving == expected and asked.streaming and asked.with_finish_reason
     assert type(asked.serving.seed) is int and type(asked.serving.raw) is bool
     asked.serving.check()
