@@ -18,7 +18,7 @@ from bpkv_trt.input_file import read_file
 if TYPE_CHECKING:  # kernels are compiled where pydantic may be missing
     from bpkv_trt.config import BpkvConfig
 
-LARGEST_REPORT = 64 << 20  # bytes, far more than any has
+LARGEST_DOCUMENT = 1 << 30  # bytes, more than any has: a trace of a million ranges has some 200 MB
 SCHEMA_VERSION = 1  # raised when a key changes its meaning or goes away
 _LIBRARIES = ("torch", "transformers", "numpy", "safetensors", "triton", "tensorrt", "tensorrt_llm")
 
@@ -138,7 +138,7 @@ def _same_file(one: Path, other: Path) -> bool:
 def _is_ours(path: Path) -> bool:
     """Whether a file is a report that some run of ours left; what has a checksum of its own belongs to an engine."""
     try:
-        found = json.loads(read_file(path, LARGEST_REPORT, "output", "it"))
+        found = json.loads(read_file(path, LARGEST_DOCUMENT, "output", "it"))
     except (InputError, ValueError, RecursionError):
         return False
     if not isinstance(found, dict) or "schema_version" not in found or "checksum" in found:

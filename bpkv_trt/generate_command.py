@@ -10,9 +10,8 @@ from rich.console import Console
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.core.budget import parse_bytes
 from bpkv_trt.documents import check_destination, deliver, document
-from bpkv_trt.errors import ConfigError, InputError
+from bpkv_trt.errors import InputError
 from bpkv_trt.options import (
-    MODEL_HELP,
     add_config_options,
     add_placement_options,
     config_from,
@@ -22,6 +21,7 @@ from bpkv_trt.options import (
 )
 from bpkv_trt.progress import progress_on
 from bpkv_trt.request import EngineRequest, GenerateRequest, read_prompt
+from bpkv_trt.source_options import add_source_options, check_source, flag
 from bpkv_trt.summary import print_generate
 
 # Options that an engine cannot have, and why.
@@ -34,23 +34,12 @@ NOT_OF_ENGINES = {
     "allow_extrapolation": "an engine has rotations for the positions that its model knows, and no more",
     "verify": "an engine's session holds one cache, so there is no full one to compare with",
 }
-# Options of an engine that are for nothing else.
-OF_ENGINES = ("tokenizer", "plugin_lib", "bounded_cache")
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     run = parser.add_argument_group("what to run")
-    run.add_argument("--model", metavar="M", help=MODEL_HELP)
-    run.add_argument("--engine-dir", type=file_path, metavar="E", help="or an engine of TensorRT-LLM with BP-KV in it")
-    run.add_argument("--tokenizer", metavar="T", help="of the engine's model: Hugging Face directory or id")
-    run.add_argument("--plugin-lib", type=file_path, metavar="L", help="the engine's plugin library, if not found")
-    run.add_argument(
-        "--bounded-cache",
-        action="store_const",
-        const=True,
-        help="of an engine: memory for what compactions leave, and not for every token of prompt and answer",
-    )
+    add_source_options(run)
     run.add_argument("--prompt-file", required=True, type=file_path, metavar="F", help="UTF-8 text")
     run.add_argument("--question", metavar="Q", help="put after the prompt, before compaction")
     run.add_argument("--question-after", metavar="Q", help="asked of the compacted cache")
@@ -69,23 +58,18 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    if (options.model is None) == (options.engine_dir is None):
-        what = "Neither --model nor --engine-dir is given" if options.model is None else "Both are given"
-        raise ConfigError(f"{what}: name what is to be run, a --model or an engine by its --engine-dir.")
-    for flag, text in (("--question", options.question), ("--question-after", options.question_after)):
+    check_source(options, parser, NOT_OF_ENGINES)
+    for name in ("question", "question_after"):
+        text = getattr(options, name)
         if text is not None and any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise InputError(f"{flag} is not text in this terminal's encoding; give it as UTF-8.")
+            raise InputError(f"{flag(name)} is not text in this terminal's encoding; give it as UTF-8.")
         if text is not None and not text.strip():
-            raise InputError(f"{flag} is empty; give a question, or leave it out.")
-    config, report = (_on_model if options.engine_dir is None else _on_engine)(options, parser)
+            raise InputError(f"{flag(name)} is empty; give a question, or leave it out.")
+    config, report = (_on_model if options.engine_dir is None else _on_engine)(options)
     deliver(lambda: print_generate(report, Console()), options.json, document(config, report))
 
 
-def _on_model(options: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[BpkvConfig, dict[str, Any]]:
-    if given := [name for name in OF_ENGINES if getattr(options, name) is not None]:
-        raise ConfigError(
-            f"{_flag(given[0])} is for an engine: give --engine-dir in place of --model, or leave it out."
-        )
+def _on_model(options: argparse.Namespace) -> tuple[BpkvConfig, dict[str, Any]]:
     request = GenerateRequest(
         **_asked(options),
         model=options.model,
@@ -108,14 +92,7 @@ def _on_model(options: argparse.Namespace, parser: argparse.ArgumentParser) -> t
         return request.config, run_generate(request, progress)
 
 
-def _on_engine(options: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[BpkvConfig, dict[str, Any]]:
-    for name, reason in NOT_OF_ENGINES.items():
-        if getattr(options, name) != parser.get_default(name):
-            raise ConfigError(f"{_flag(name)} cannot be given with --engine-dir: {reason}. Leave it out.")
-    if options.tokenizer is None:
-        raise ConfigError(
-            "--tokenizer is not given, and an engine has none: name the Hugging Face directory or id of its model."
-        )
+def _on_engine(options: argparse.Namespace) -> tuple[BpkvConfig, dict[str, Any]]:
     request = EngineRequest(
         **_asked(options),
         engine=options.engine_dir,
@@ -141,10 +118,6 @@ def _check_destination(options: argparse.Namespace, others: Mapping[str, Any]) -
     inputs = {"prompt_file": options.prompt_file, "config": options.config, **others}
     for name in ("json", "trace"):
         if (output := getattr(options, name)) is not None:
-            check_destination(output, [(_flag(of), path) for of, path in inputs.items()], flag=_flag(name))
+            check_destination(output, [(flag(of), path) for of, path in inputs.items()], flag=flag(name))
     if options.trace is not None and options.json is not None and options.trace.resolve() == options.json.resolve():
         raise InputError(f"--trace and --json are both {options.json}; give them different names.")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 
 from bpkv_trt.config import BpkvConfig
-from bpkv_trt.errors import InputError
 from bpkv_trt.generation_report import Generation
 from bpkv_trt.models.tokenizers import load_tokenizer
 from bpkv_trt.profiling import Trace
@@ -32,7 +31,6 @@ def _run(request: EngineRequest, progress: Progress, trace: Trace) -> tuple[Bpkv
         words = load_tokenizer(request.tokenizer)
         (prompt,) = words.encoder.encode(request.prompt, request.question, raw=request.raw)
         runner = EngineRunner.open(request.engine, request.plugin_lib, request.options, trace, request.bounded)
-    _check_positions(request, len(prompt), runner.built.traits.max_positions)
     sampling = sampling.stopping_at(words.stop_tokens(runner.built.traits.vocabulary)).seeded(runner.config.seed)
     progress.stage("prefill and decode", request.max_new_tokens)
     (answer,) = runner.generate([prompt], sampling, lambda _: progress.advance())
@@ -45,13 +43,3 @@ def _run(request: EngineRequest, progress: Progress, trace: Trace) -> tuple[Bpkv
         events=answer.events,
     )
     return runner.config, generation.report() | {"timings_s": trace.seconds()}
-
-
-def _check_positions(request: EngineRequest, prompt: int, known: int) -> None:
-    """known: 0 where the model does not say."""
-    if known and prompt + request.max_new_tokens > known:
-        raise InputError(
-            f"The prompt has {prompt} tokens, with {request.max_new_tokens} new ones to come, but the model of "
-            f"{request.engine} knows {known} positions, and the engine has rotations for no more. Shorten the prompt "
-            "or the answer."
-        )

@@ -87,7 +87,7 @@ def _run_here(profile: Profile, folder: ResultsFolder) -> None:
     resolved = [config.model_dump(mode="json") for config in configs]
     folder.write(folder.profile, profile.to_yaml())
     folder.write(folder.trace, trace_document(trace))
-    folder.write(folder.runs, _described({"configs": resolved, "runs": runs}))
+    folder.write(folder.runs, _described({"measured": profile.measured, "configs": resolved, "runs": runs}))
 
 
 def _run_under_nsys(commands: list[list[str]], folder: ResultsFolder) -> None:

@@ -72,6 +72,11 @@ class Trace:
         """Seconds spent in every range, ranges nested in it included; 0.0 for one that never ran."""
         return dict(self._seconds)
 
+    def weigh(self) -> None:
+        """Note what the cache takes now, as at both ends of every recorded range."""
+        if self._record:
+            self._weigh(self._now())
+
     def chrome(self) -> dict[str, Any]:
         """The recorded ranges as a Chrome trace document (chrome://tracing, Perfetto), in microseconds.
 

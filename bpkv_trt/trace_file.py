@@ -24,6 +24,7 @@ def traced(path: Path | None, synchronize: Callable[[], None] | None = None) -> 
         raise
     finally:
         if path is not None:
+            trace.weigh()  # what was held to the last range may have been given back since
             write_json(path, trace_document(trace))
 
 

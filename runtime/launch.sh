@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Starts Triton Inference Server on a model repository, reachable from this machine alone:
 #
-#     runtime/launch.sh REPOSITORY [further options of tritonserver]
+#     runtime/launch.sh REPOSITORY [further options of tritonserver, with full paths]
 #
 # Takes `tritonserver` from PATH; $TRITONSERVER names another. $BPKV_HOST, $BPKV_HTTP_PORT, $BPKV_GRPC_PORT and
 # $BPKV_METRICS_PORT say where it listens, $BPKV_EXIT_TIMEOUT_S how long running requests get after SIGTERM, and
@@ -26,10 +26,13 @@ fail() {
 # Without it the server waits for ever.
 [ -f "$repository/bpkv/1/model.py" ] || fail "$repository/bpkv/1/model.py is missing; write the repository again"
 command -v "$server" > /dev/null || fail "there is no $server on PATH; install Triton Inference Server, or see docs/serving.md"
+repository=$(realpath "$repository")
+server=$(realpath -s "$(command -v "$server")")
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [ -d "$root/bpkv_trt" ]; then # a checkout, whose environment may hold dependencies only
   export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+  cd "$root" # the Python of Triton 2.51 looks for packages here, and not by that variable
 fi
 
 limits=() # which only later servers have; the model has limits of its own

@@ -107,9 +107,12 @@ def test_the_bytes_of_the_cache_are_noted_where_they_change(wait: Callable[[int]
     with trace.range("compact"):
         wait(1)
         size[0] = 20
-    assert [(sample.time_ns // 10**9, sample.size) for sample in trace.memory] == [(0, 10), (1, 70), (3, 20)]
+    size[0] = 0
+    wait(1)
+    trace.weigh()
+    assert [(sample.time_ns // 10**9, sample.size) for sample in trace.memory] == [(0, 10), (1, 70), (3, 20), (4, 0)]
     counters = [event for event in trace.chrome()["traceEvents"] if event["ph"] == "C"]
-    assert [(event["ts"], event["args"]["bytes"]) for event in counters] == [(0, 10), (1e6, 70), (3e6, 20)]
+    assert [(event["ts"], event["args"]["bytes"]) for event in counters] == [(0, 10), (1e6, 70), (3e6, 20), (4e6, 0)]
 
 
 def test_a_trace_of_a_server_keeps_the_latest_ranges_alone(wait: Callable[[int], None]) -> None:

@@ -1,44 +1,58 @@
-"""What a budget costs and saves: medians over the runs of a session."""
+"""Runs of a session put together by budget, each beside the full cache."""
 
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 Row = dict[str, Any]
+Columns = dict[str, tuple[str, float, str]]  # header: the row's key, the unit in which it is shown, and its form
 COMPACTION = ("readout", "score", "select", "compact")
-TIMES: dict[str, Callable[[Row], float | None]] = {
-    "first_token_s": lambda run: run["first_token_s"],
-    "compaction_s": lambda run: sum(run["seconds"][name] for name in COMPACTION),
-    "decode_step_s": lambda run: run["decode_step_s"],
-    "answer_s": lambda run: run["answer_s"],
-}
+MIB = 2**20
 
 
-def budget_rows(runs: Sequence[Row]) -> list[Row]:
-    """One row per budget, in the order of the session; bytes and seconds.
+@dataclass(frozen=True)
+class BudgetTable:
+    """How runs of one kind become rows; bytes and seconds."""
 
-    `over_full` has the ratios of the same times to those of the first budget that kept every entry, where there is one.
-    """
-    rows = [_row(budget, [run for run in runs if run["budget"] == budget]) for budget in _budgets(runs)]
-    full = next((row for row in rows if row["entries_fraction"] == 1), None)
-    return [row | {"over_full": None if full is None else _ratios(row, full)} for row in rows]
+    needed: frozenset[str]  # keys of a run
+    summary: Callable[[Sequence[Row]], Row]  # of the runs of one budget
+    compared: Collection[str]  # keys of a row, whose ratios to the full cache are told
+    columns: Columns  # of the table as text, beside those of all
+
+    def rows(self, runs: Sequence[Row]) -> list[Row]:
+        """One row per budget, in the order of the session.
+
+        `over_full` has the ratios of what is `compared` to the first budget that kept every entry, where there is one.
+        """
+        budgets = dict.fromkeys(run["budget"] for run in runs)
+        rows = [self._row([run for run in runs if run["budget"] == budget]) for budget in budgets]
+        full = next((row for row in rows if row["entries_fraction"] == 1), None)
+        return [row | {"over_full": None if full is None else self._ratios(row, full)} for row in rows]
+
+    @property
+    def all_columns(self) -> Columns:
+        """With those that every table has."""
+        shared = {"budget": ("budget", 1.0, ""), "runs": ("runs", 1.0, ""), "entries": ("entries_fraction", 1.0, ".1%")}
+        return shared | self.columns
+
+    def are_whole(self, runs: Sequence[Row]) -> bool:
+        """Whether there are runs, and each has what rows are made from."""
+        return bool(runs) and all(run.keys() >= self.needed and run["seconds"].keys() >= {*COMPACTION} for run in runs)
+
+    def _row(self, runs: Sequence[Row]) -> Row:
+        before, after = runs[0]["entries_before"], runs[0]["entries_after"]
+        shared = {
+            "budget": runs[0]["budget"],
+            "runs": len(runs),
+            "entries_fraction": after / before if before else 1.0,
+            "bytes_peak": max(run["bytes_peak"] for run in runs),
+        }
+        return shared | self.summary(runs)
+
+    def _ratios(self, row: Row, full: Row) -> Row:
+        return {name: row[name] / full[name] for name in self.compared if row[name] is not None and full[name]}
 
 
-def _budgets(runs: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(run["budget"] for run in runs))
-
-
-def _row(budget: str, runs: Sequence[Row]) -> Row:
-    times = {name: [time for run in runs if (time := time_of(run)) is not None] for name, time_of in TIMES.items()}
-    return {
-        "budget": budget,
-        "runs": len(runs),
-        "entries_fraction": runs[0]["entries_after"] / runs[0]["entries_before"] if runs[0]["entries_before"] else 1.0,
-        "bytes_after": runs[0]["bytes_after"],
-        "bytes_peak": max(run["bytes_peak"] for run in runs),
-        **{name: statistics.median(values) if values else None for name, values in times.items()},
-    }
-
-
-def _ratios(row: Row, full: Row) -> Row:
-    return {name: row[name] / full[name] for name in TIMES if row[name] is not None and full[name]}
+def compaction_s(run: Row) -> float:
+    """Seconds that a run spent in compactions."""
+    return float(sum(run["seconds"][name] for name in COMPACTION))

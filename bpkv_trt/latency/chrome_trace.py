@@ -5,17 +5,16 @@ import math
 from pathlib import Path
 from typing import Any
 
+from bpkv_trt.documents import LARGEST_DOCUMENT
 from bpkv_trt.errors import InputError
 from bpkv_trt.input_file import read_file
 from bpkv_trt.latency.recording import NoRanges, Recording, Span, Track
 from bpkv_trt.profiling import MemorySample
 
-LARGEST_TRACE = 1 << 30  # bytes
-
 
 def read_chrome(path: Path, domain: str) -> Recording:
     """The ranges of the category `domain`, and the cache's bytes. Raises InputError for what is no such trace."""
-    content = read_file(path, LARGEST_TRACE, "trace", "bpkv profile report")
+    content = read_file(path, LARGEST_DOCUMENT, "trace", "bpkv profile report")
     try:
         document = json.loads(content)
     except (ValueError, RecursionError) as error:

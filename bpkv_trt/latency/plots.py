@@ -7,11 +7,31 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from bpkv_trt.latency.budget_table import MIB
+from bpkv_trt.latency.profile import Measured
 from bpkv_trt.latency.recording import Recording
-from bpkv_trt.latency.report import MIB, MS, Report
+from bpkv_trt.latency.report import MS, Report
 from bpkv_trt.picture import COLOURS, save_picture
 
-TIMES = {"first_token_s": "first token", "compaction_s": "compaction", "decode_step_s": "decode step"}
+Curves = dict[str, str]  # keys of a row, and their labels where a panel has several
+Panels = dict[str, tuple[str, float, Curves]]  # by title: unit, its factor, curves
+ANSWERS: Panels = {
+    "first token": ("s", 1, {"first_token_s": ""}),
+    "compaction": ("s", 1, {"compaction_s": ""}),
+    "decode step": ("ms", 1e3, {"decode_step_s": ""}),
+    "cache": ("MiB", 1 / MIB, {"bytes_peak": "peak", "bytes_after": "after compaction"}),
+}
+LOADS: Panels = {
+    "requests at once": ("", 1, {"most_running": ""}),
+    "throughput": ("tokens per second", 1, {"tokens_per_s": ""}),
+    "first token": ("s", 1, {"first_token_p50_s": "median", "first_token_p99_s": "99 %"}),
+    "time per token": ("ms", 1e3, {"token_p50_s": "median", "token_p99_s": "99 %"}),
+    "cache": ("MiB", 1 / MIB, {"bytes_pool": "pool", "bytes_peak": "peak"}),
+}
+PANELS: dict[Measured, tuple[str, Panels]] = {
+    "answers": ("latency_against_budget", ANSWERS),
+    "loads": ("load_against_budget", LOADS),
+}
 MOST_BARS = 20_000  # of a timeline; more hide one another
 
 
@@ -26,28 +46,27 @@ def draw_report(report: Report, directory: Path) -> list[Path]:
 
 
 def _figures(report: Report) -> Iterator[tuple[str, Figure]]:
-    if len(report.document["budgets"]) > 1:
-        yield "latency_against_budget", latency_against_budget(report.document["budgets"])
+    measured: Measured | None = report.document["measured"]
+    if measured is not None and len(report.document["budgets"]) > 1:
+        name, panels = PANELS[measured]
+        yield name, against_budget(report.document["budgets"], panels)
     yield "timeline", timeline(report.timed)
 
 
-def latency_against_budget(rows: Sequence[dict[str, Any]]) -> Figure:
-    """One panel per time: its median over the share of entries kept, beside the bytes that stay."""
-    figure = Figure(figsize=(3.4 * (len(TIMES) + 1), 3), layout="constrained")
-    panels = figure.subplots(1, len(TIMES) + 1)
+def against_budget(rows: Sequence[dict[str, Any]], panels: Panels) -> Figure:
+    """What a budget costs and saves, over the share of entries kept."""
+    figure = Figure(figsize=(3.4 * len(panels), 3), layout="constrained")
     rows = sorted(rows, key=lambda row: float(row["entries_fraction"]))
-    for ax, (key, title), colour in zip(panels, TIMES.items(), COLOURS, strict=False):
-        unit, factor = ("ms", 1e3) if key == "decode_step_s" else ("s", 1.0)
-        drawn = [row for row in rows if row[key] is not None]
-        ax.plot([row["entries_fraction"] for row in drawn], [row[key] * factor for row in drawn], "o-", color=colour)
-        ax.set(title=title, ylabel=unit)
-    for key, label, style in (("bytes_peak", "peak", "s--"), ("bytes_after", "after compaction", "o-")):
-        sizes = [row[key] / MIB for row in rows]
-        panels[-1].plot([row["entries_fraction"] for row in rows], sizes, style, color=COLOURS[3], label=label)
-    panels[-1].set(title="cache", ylabel="MiB")
-    panels[-1].legend(frameon=False, fontsize=8)
-    for ax in panels:
-        ax.set(xlabel="entries kept", ylim=(0, 1.08 * max(ax.dataLim.ymax, 1e-9)))
+    for ax, (title, (unit, factor, curves)), colour in zip(
+        figure.subplots(1, len(panels)), panels.items(), COLOURS, strict=False
+    ):
+        for (key, label), style in zip(curves.items(), ("o-", "s--"), strict=False):
+            drawn = [row for row in rows if row[key] is not None]
+            shares, values = [row["entries_fraction"] for row in drawn], [row[key] * factor for row in drawn]
+            ax.plot(shares, values, style, color=colour, label=label)
+        if len(curves) > 1:
+            ax.legend(frameon=False, fontsize=8)
+        ax.set(title=title, ylabel=unit, xlabel="entries kept", ylim=(0, 1.08 * max(ax.dataLim.ymax, 1e-9)))
         ax.xaxis.set_major_formatter(PercentFormatter(1))
         ax.grid(alpha=0.3, linewidth=0.5)
     return figure

@@ -7,10 +7,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from bpkv_trt.config import BpkvConfig, paragraph, parse_budget
+from bpkv_trt.core.budget import parse_bytes
 from bpkv_trt.errors import ConfigError
 from bpkv_trt.profiling import RangeName
 from bpkv_trt.yaml_file import yaml_mapping
 
+Measured = Literal["answers", "loads"]  # by a run: one answer, or a server's load
 Traced = Literal["cuda", "nvtx", "osrt", "cudnn", "cublas"]
 
 
@@ -39,8 +41,30 @@ class NsysOptions(BaseModel):
         return self
 
 
+class ServingLoad(BaseModel):
+    """Requests that share a pool: the prompts of a server under load."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    requests: int = Field(ge=1, le=10_000, description="each with a prompt of its own")
+    every_s: float = Field(0.0, ge=0, allow_inf_nan=False, description="seconds from one to the next; 0: all at once")
+    shortest_prompt: int | None = Field(None, ge=1, description="tokens; prompts are spread from it to prompt_tokens")
+    pool_prompts: int | None = Field(None, ge=1, description="prompts of prompt_tokens, with answers, held in full")
+    pool_size: str | None = Field(None, description="the pool's bytes, such as 64MiB, in place of pool_prompts")
+    chunk_tokens: int = Field(256, ge=1, description="of prompts, that one step runs beside the running answers")
+    most_running: int = Field(64, ge=1, description="requests that share a step")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "ServingLoad":
+        if (self.pool_prompts is None) == (self.pool_size is None):
+            raise ConfigError("serving.pool_prompts and serving.pool_size both say how large the pool is: give one.")
+        if self.pool_size is not None:
+            parse_bytes(self.pool_size, "serving.pool_size")
+        return self
+
+
 class Profile(BaseModel):
-    """One session: the same prompt at several budgets. Invalid options raise ConfigError."""
+    """One session: the same prompt, or the same load, at several budgets. Invalid options raise ConfigError."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -50,7 +74,8 @@ class Profile(BaseModel):
     budgets: tuple[str, ...] = Field(("1", "0.2"), min_length=1, description="each is run; 1 keeps all")
     options: dict[str, Any] = Field({}, description="others of `bpkv generate`, such as policy or regime")
     repeats: int = Field(3, ge=1, le=1000, description="runs of every budget that count, in turn")
-    warmup: int = Field(1, ge=0, le=1000, description="runs of every budget before them")
+    warmup: int = Field(1, ge=0, le=1000, description="runs of every budget before them, of a load's first request")
+    serving: ServingLoad | None = Field(None, description="many requests at once, in place of one after the other")
     prompt_file: Path | None = Field(None, description="UTF-8 text; by default Python's own documentation")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -60,8 +85,9 @@ class Profile(BaseModel):
         try:
             super().__init__(**options)
         except ValidationError as error:
-            names = [*type(self).model_fields, *(f"nsys.{name}" for name in NsysOptions.model_fields)]
-            raise ConfigError(paragraph(error, names)) from None
+            parts: dict[str, type[BaseModel]] = {"nsys": NsysOptions, "serving": ServingLoad}
+            within = [f"{part}.{name}" for part, model in parts.items() for name in model.model_fields]
+            raise ConfigError(paragraph(error, [*type(self).model_fields, *within])) from None
 
     @field_validator("budgets", mode="before")
     @classmethod
@@ -74,10 +100,20 @@ class Profile(BaseModel):
             raise ConfigError("options has a budget, of which a profile has several: give budgets in place of it.")
         if len(set(self.budgets)) < len(self.budgets):
             raise ConfigError(f"budgets is {', '.join(self.budgets)}, with one given twice; give each once.")
+        if self.serving is not None and (self.serving.shortest_prompt or 0) > self.prompt_tokens:
+            raise ConfigError(
+                f"serving.shortest_prompt is {self.serving.shortest_prompt}, more than prompt_tokens, the longest, "
+                f"which is {self.prompt_tokens}: give less."
+            )
         for budget in self.budgets:
             parse_budget(budget, "budgets")
             self.config(budget)
         return self
+
+    @property
+    def measured(self) -> Measured:
+        """What a run is."""
+        return "answers" if self.serving is None else "loads"
 
     def config(self, budget: str) -> BpkvConfig:
         """The configuration at one of the budgets."""

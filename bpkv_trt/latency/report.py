@@ -6,17 +6,17 @@ from typing import Any
 
 from bpkv_trt.documents import SCHEMA_VERSION, library_versions
 from bpkv_trt.errors import InputError
-from bpkv_trt.latency.budget_table import budget_rows
+from bpkv_trt.latency.budget_table import Columns, Row
 from bpkv_trt.latency.nesting import Nesting
+from bpkv_trt.latency.profile import Measured
 from bpkv_trt.latency.range_table import kernel_rows, range_rows
 from bpkv_trt.latency.recording import NoRanges, Recording
 from bpkv_trt.latency.recording_file import read_recording
-from bpkv_trt.latency.results_folder import ResultsFolder
+from bpkv_trt.latency.results_folder import TABLES, ResultsFolder
 from bpkv_trt.text_table import aligned
 
-Row = dict[str, Any]
-MS, MIB = 1e6, 2**20
-RANGES = {
+MS = 1e6
+RANGES: Columns = {
     "range": ("range", 1, ""),
     "count": ("count", 1, ","),
     "total-ms": ("total_ns", MS, ",.3f"),
@@ -27,22 +27,11 @@ RANGES = {
     "p99-ms": ("p99_ns", MS, ",.3f"),
     "payload": ("payload", 1, ",.0f"),
     "kernels-ms": ("kernels_ns", MS, ",.3f"),
-}  # header: the row's key, the unit in which it is shown, and its form
-KERNELS = {
+}
+KERNELS: Columns = {
     "range": ("range", 1, ""),
     "kernel": ("kernel", 1, ""),
     **{name: RANGES[name] for name in ("count", "total-ms", "share", "p50-ms", "p99-ms")},
-}
-BUDGETS = {
-    "budget": ("budget", 1, ""),
-    "runs": ("runs", 1, ""),
-    "entries": ("entries_fraction", 1, ".1%"),
-    "MiB": ("bytes_after", MIB, ",.2f"),
-    "peak-MiB": ("bytes_peak", MIB, ",.2f"),
-    "first-token-s": ("first_token_s", 1, ".3f"),
-    "compaction-s": ("compaction_s", 1, ".3f"),
-    "decode-step-ms": ("decode_step_s", 1e-3, ".2f"),
-    "answer-s": ("answer_s", 1, ".3f"),
 }
 
 
@@ -55,7 +44,9 @@ class Report:
 
     def lines(self) -> list[str]:
         """The tables as text."""
-        tables = ("budgets", BUDGETS, 1), ("ranges", RANGES, 1), ("kernels", KERNELS, 2)
+        measured: Measured | None = self.document["measured"]
+        budgets = TABLES[measured].all_columns if measured is not None else {}
+        tables = ("budgets", budgets, 1), ("ranges", RANGES, 1), ("kernels", KERNELS, 2)
         lines = [f"{self.document['source']}, recorded by {self.document['made_by']}"]
         for name, columns, texts in tables:
             if self.document[name]:
@@ -63,7 +54,7 @@ class Report:
         return [*lines, *(f"note: {note}" for note in self.document["notes"])]
 
 
-def _table(rows: list[Row], columns: dict[str, tuple[str, float, str]], texts: int) -> list[str]:
+def _table(rows: list[Row], columns: Columns, texts: int) -> list[str]:
     cells = [[_shown(row[key], unit, form) for key, unit, form in columns.values()] for row in rows]
     return aligned([list(columns), *cells], texts)
 
@@ -76,11 +67,15 @@ def _shown(value: Any, unit: float, form: str) -> str:
 
 def report_on(path: Path, domain: str) -> Report:
     """Read what is at `path`; raises InputError where it is nothing that can be reported on."""
+    measured: Measured | None = None
+    budgets = list[Row]()
     if path.is_dir():
-        timed, runs, recording = _folder(ResultsFolder(path), domain)
+        folder = ResultsFolder(path)
+        timed, recording = _folder(folder, domain)
+        measured, runs = folder.read_runs()
+        budgets = TABLES[measured].rows(runs)
     else:
-        timed, runs = read_recording(path, domain), []
-        recording = timed
+        timed = recording = read_recording(path, domain)
     nesting = Nesting(recording.spans)
     document = {
         "schema_version": SCHEMA_VERSION,
@@ -89,7 +84,8 @@ def report_on(path: Path, domain: str) -> Report:
         "source": path.resolve().name,
         "made_by": recording.made_by,
         "domain": domain,
-        "budgets": budget_rows(runs),
+        "measured": measured,
+        "budgets": budgets,
         "ranges": range_rows(nesting, recording.kernels),
         "kernels": kernel_rows(nesting, recording.kernels),
         "memory": _memory(timed),
@@ -98,21 +94,21 @@ def report_on(path: Path, domain: str) -> Report:
     return Report(document, timed)
 
 
-def _folder(folder: ResultsFolder, domain: str) -> tuple[Recording, list[Row], Recording]:
-    """The session's own trace, its runs, and what the tables are made from: what Nsight Systems saw, if it did."""
+def _folder(folder: ResultsFolder, domain: str) -> tuple[Recording, Recording]:
+    """The session's own trace, and what the tables are made from: what Nsight Systems saw, if it did."""
     if not folder.trace.exists() or not folder.runs.exists():
         raise InputError(
             f"The folder {folder.path} holds no results of `bpkv profile run` ({folder.trace.name} and "
             f"{folder.runs.name}); give one that does, or a trace itself."
         )
-    own, runs = read_recording(folder.trace, domain), folder.read_runs()
+    own = read_recording(folder.trace, domain)
     if not folder.nsys_database.exists():
-        return own, runs, own
+        return own, own
     try:
         by_nsys = read_recording(folder.nsys_database, domain)
     except NoRanges as problem:
-        return own, runs, replace(own, notes=[*own.notes, f"these are times of bpkv's own trace: {problem}"])
-    return own, runs, replace(by_nsys, notes=[*by_nsys.notes, "ranges are those that nsys saw, of the warm-up too"])
+        return own, replace(own, notes=[*own.notes, f"these are times of bpkv's own trace: {problem}"])
+    return own, replace(by_nsys, notes=[*by_nsys.notes, "ranges are those that nsys saw, of the warm-up too"])
 
 
 def _memory(recording: Recording) -> Row | None:

@@ -4,15 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bpkv_trt.documents import LARGEST_REPORT, check_directory, write_json, write_whole
+from bpkv_trt.documents import LARGEST_DOCUMENT, check_directory, write_json, write_whole
 from bpkv_trt.errors import InputError
 from bpkv_trt.input_file import read_file
-from bpkv_trt.latency.budget_table import COMPACTION
+from bpkv_trt.latency.answer_table import ANSWERS
+from bpkv_trt.latency.budget_table import BudgetTable, Row
+from bpkv_trt.latency.load_table import LOADS
+from bpkv_trt.latency.profile import Measured
 
-_OF_A_RUN = {
-    "budget", "entries_before", "entries_after", "bytes_after", "bytes_peak", "first_token_s", "answer_s",
-    "decode_step_s", "seconds",
-}  # fmt: skip
+TABLES: dict[Measured, BudgetTable] = {"answers": ANSWERS, "loads": LOADS}
 
 
 class ResultsFolder:
@@ -47,14 +47,15 @@ class ResultsFolder:
         except OSError as error:
             raise InputError(f"The output {file} cannot be written ({error.strerror}); free space.") from None
 
-    def read_runs(self) -> list[dict[str, Any]]:
-        """The rows of runs; raises InputError where they are damaged."""
-        content = read_file(self.runs, LARGEST_REPORT, "runs", "bpkv profile report")
+    def read_runs(self) -> tuple[Measured, list[Row]]:
+        """What was measured, and a row for every run; raises InputError where they are damaged."""
+        content = read_file(self.runs, LARGEST_DOCUMENT, "runs", "bpkv profile report")
         try:
-            runs: list[dict[str, Any]] = json.loads(content)["runs"]
-            whole = runs and all(run.keys() >= _OF_A_RUN and run["seconds"].keys() >= {*COMPACTION} for run in runs)
+            document = json.loads(content)
+            measured, runs = document["measured"], document["runs"]
+            whole = TABLES[measured].are_whole(runs)
         except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
             whole = False
         if not whole:
             raise InputError(f"The file {self.runs} is damaged: it is not what a session writes. Run it again.")
-        return runs
+        return measured, runs

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
@@ -9,6 +10,18 @@ from bpkv_trt.errors import ModelError
 from bpkv_trt.models.prompt_encoder import PromptEncoder
 from bpkv_trt.models.source import ModelSource
 from bpkv_trt.models.stop_tokens import stop_tokens
+
+
+class Words(Protocol):
+    """Text to tokens and back, with a model or without."""
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Of the model's vocabulary."""
+
+    @property
+    def encoder(self) -> PromptEncoder:
+        """By that tokenizer."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ PASSED = {
     "temperature": ("sampling_param_temperature", np.float32),
     "top_p": ("sampling_param_top_p", np.float32),
     "seed": ("sampling_param_seed", np.uint64),
+    "ignore_eos": ("sampling_param_ignore_eos", np.bool_),
     "bpkv_budget": ("bpkv_budget", np.object_),
     "bpkv_policy": ("bpkv_policy", np.object_),
     "bpkv_regime": ("bpkv_regime", np.object_),
@@ -57,6 +58,7 @@ class Asked(_Body):
     temperature: float | None = None
     top_p: float | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    ignore_eos: bool = False
     stop: Annotated[list[Text], BeforeValidator(_as_list)] = []
     bpkv_budget: Text | None = None
     bpkv_policy: Text | None = None
@@ -72,7 +74,7 @@ class Asked(_Body):
     def inputs(self) -> Inputs:
         """The server's inputs, each of shape [1] but for the strings that end the answer."""
         given = {name: getattr(self, name) for name in PASSED}
-        inputs = {
+        inputs: Inputs = {
             name: np.array([given[field]], dtype) for field, (name, dtype) in PASSED.items() if given[field] is not None
         }
         if (tokens := self.most_tokens()) is not None:

@@ -195,6 +195,16 @@ class BlockPool:
         return max(part.table.manager.blocks_manager.max_blocks_per_seq for part in self._parts) * self.page_size
 
     @property
+    def free_pages(self) -> int:
+        """Blocks that no sequence owns, over all pools."""
+        return sum(part.table.free.size for part in self._parts)
+
+    @property
+    def live_pages(self) -> int:
+        """Blocks that sequences own, over all pools."""
+        return sum(part.memory.blocks for part in self._parts) - self.free_pages
+
+    @property
     def sequences(self) -> tuple[int, ...]:
         """Handles of the sequences held."""
         return tuple(self._positions)

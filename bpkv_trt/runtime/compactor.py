@@ -138,6 +138,12 @@ class Compactor:
 
     def on_request_finish(self, sequence: int) -> list[CompactionEvent]:
         """Forget the request; every regime that never came due is reported as such."""
+        events = self.missed(sequence)
+        del self.requests[sequence]
+        return events
+
+    def missed(self, sequence: int) -> list[CompactionEvent]:
+        """If the request ended now: every regime that did not come due."""
         request = self.requests[sequence]
         missed = [regime for regime in self.config.regime if regime not in request.reported]
         due = {
@@ -146,16 +152,16 @@ class Compactor:
             "generation": f"the {self.config.interval} of interval",
         }
         note = f"not compacted: the request ended after {request.generated} decoded tokens, before "
-        events = [self._unchanged(sequence, regime, note + due[regime]) for regime in missed]
-        del self.requests[sequence]
-        return events
+        return [self._unchanged(sequence, regime, note + due[regime]) for regime in missed]
 
     def check_budget(self, turns: Sequence[int]) -> None:
         """Raise ConfigError where the budget cannot be honoured for a prompt of turns of so many tokens.
 
         For a request that is yet to run: a budget in tokens or bytes below the protected entries is refused here and
-        not in the middle of an answer.
+        not in the middle of an answer. The regime generation leaves a prompt alone.
         """
+        if self.config.regime == ("generation",):
+            return
         compacted = turns[0] if "prefill" in self.config.regime else sum(turns) + self.config.defer
         self._resolve(self.config.budget, compacted, self.config.protected)
 

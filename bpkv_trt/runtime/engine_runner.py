@@ -1,9 +1,8 @@
 """An engine with BP-KV in it, run from its folder: token ids in, answers out."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.event import CompactionEvent
 from bpkv_trt.runtime.generator import FinishReason
 from bpkv_trt.runtime.sampling import SamplingParams
+from bpkv_trt.runtime.session_conflicts import refuse_size, refuse_tokens
 from bpkv_trt.trtllm.built_engine import BuiltEngine
 from bpkv_trt.trtllm.plugin_library import PluginLibrary
 from bpkv_trt.trtllm.settings import EngineSettings
@@ -34,11 +34,11 @@ FAILED = ("Executing TRT engine failed", "Can't allocate new block")  # TensorRT
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """Of one prompt."""
+    """Of one prompt, so far or whole."""
 
     tokens: list[int]  # without the one that ended it
-    finished: FinishReason
-    events: list[CompactionEvent]
+    finished: FinishReason | None  # None while it goes on
+    events: list[CompactionEvent]  # once it has ended, with what never came due
 
 
 class EngineRunner:
@@ -119,39 +119,96 @@ class EngineRunner:
     ) -> list[EngineAnswer]:
         """Answer a batch of prompts, which runs until the last of them has its answer.
 
-        on_step: called after every step with the tokens of every answer so far.
-
-        Raises InputError for a prompt without tokens, or a batch that the GPU has no room for, and ConfigError for more
-        than the engine was built for, before anything is run.
+        on_step: called after every step with the tokens of every answer so far. Raises as `stream`.
         """
-        prompts = [_token_ids(prompt) for prompt in prompts]
-        self._check(prompts)
-        self._set_up(len(prompts), max(map(len, prompts)), sampling.max_new_tokens)
-        packed = torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int32)
-        lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32)
-        given = packed.to(self.session.device), lengths.to(self.session.device), sampling_config(sampling)
-        words = stop_words(sampling, len(prompts))
-        with _failures_told():
-            outputs = self.session.decode(*given, stop_words_list=words, streaming=on_step is not None)
-        if on_step is not None:
-            outputs = self._streamed(outputs, lambda output: on_step(_answers(output, prompts, sampling)))
-        return [
-            EngineAnswer(tokens, "length" if len(tokens) == sampling.max_new_tokens else "stop", events)
-            for tokens, events in zip(_answers(outputs, prompts, sampling), self.session.events, strict=True)
-        ]
+        answers = list[EngineAnswer]()
+        with closing(self.stream(prompts, sampling)) as stream:
+            for answers in stream:
+                if on_step is not None:
+                    on_step([answer.tokens for answer in answers])
+        return answers
 
-    @staticmethod
-    def _streamed(stream: Generator[Any, None, None], on_output: Callable[[Any], None]) -> Any:
-        """The last output of a stream; whatever happens to the reader, the stream has ended."""
-        outputs = None
-        with closing(stream):
-            while True:
-                with _failures_told():
-                    following = next(stream, None)
-                if following is None:
-                    return outputs
-                outputs = following
-                on_output(outputs)
+    def stream(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, config: BpkvConfig | None = None
+    ) -> Generator[list[EngineAnswer], None, None]:
+        """Answer a batch of prompts: after every step all answers so far, until the last has ended. Whoever closes it
+        before ends the batch at that step.
+
+        config: of `configured`, in place of the runner's own. The first step runs all prompts. Raises InputError for a
+        prompt without tokens, or a batch that the GPU has no room for, and ConfigError for more than the engine was
+        built for, before anything is run; BpkvError where a step fails.
+        """
+        prompts, config = [_token_ids(prompt) for prompt in prompts], config or self.config
+        self.check(prompts, sampling.max_new_tokens, config)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32)
+        packed = torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int32)
+        given = packed.to(self.session.device), lengths.to(self.session.device), sampling_config(sampling)
+        self.session.config = config
+        try:
+            self._set_up(len(prompts), int(lengths.max()), sampling.max_new_tokens)
+            with self._step():
+                words = stop_words(sampling, len(prompts))
+                outputs = self.session.decode(*given, stop_words_list=words, streaming=True)
+            with closing(outputs):
+                yield from self._answers(outputs, given[1], sampling)
+        finally:
+            self.session.config = self.config
+
+    def _answers(
+        self, outputs: Iterator[torch.Tensor], lengths: torch.Tensor, sampling: SamplingParams
+    ) -> Iterator[list[EngineAnswer]]:
+        """outputs: after every step [B, 1, T], each prompt, its answer, and what ended it up to the end, or NO_END.
+        lengths [B] int32: of the prompts."""
+        rows, places = torch.arange(len(lengths), device=lengths.device), lengths.long()
+        answers = [EngineAnswer([], None, []) for _ in rows]
+        for step in range(sampling.max_new_tokens):
+            with self._step():
+                if (output := next(outputs, None)) is None:
+                    return
+                drawn = output[rows, 0, places + step].tolist()
+            answers = [self._grown(answers[row], row, token, sampling) for row, token in enumerate(drawn)]
+            yield answers
+
+    def _grown(self, answer: EngineAnswer, row: int, token: int, sampling: SamplingParams) -> EngineAnswer:
+        """An answer after a step that drew the token for it, if it still went on."""
+        if answer.finished is not None:
+            return answer
+        if token in sampling.stop_tokens or token == NO_END:
+            return EngineAnswer(answer.tokens, "stop", self.session.ended(row))
+        tokens = [*answer.tokens, token]
+        if len(tokens) == sampling.max_new_tokens:
+            return EngineAnswer(tokens, "length", self.session.ended(row))
+        return EngineAnswer(tokens, None, list(self.session.events[row]))
+
+    def configured(self, options: Mapping[str, Any]) -> BpkvConfig:
+        """The runner's configuration with some options changed, for one batch. Raises ConfigError as `open`."""
+        return configured(self.built.settings, options, self.config)
+
+    def check(self, prompts: Sequence[Sequence[int]], new_tokens: int, config: BpkvConfig) -> None:
+        """Raise InputError for prompts without tokens or of another vocabulary, and as `check_sizes`."""
+        if not prompts or not all(prompts):
+            raise InputError("The prompt has no tokens, so there is nothing to continue; give some text.")
+        vocabulary = self.built.traits.vocabulary
+        if strange := next((token for prompt in prompts for token in prompt if not 0 <= token < vocabulary), None):
+            raise InputError(
+                f"The prompt has token {strange}, and the engine's model knows 0 to {vocabulary - 1}: its tokenizer is "
+                "another model's. Give that of the engine's model."
+            )
+        self.check_sizes([len(prompt) for prompt in prompts], new_tokens, config)
+
+    def check_sizes(self, prompts: Sequence[int], new_tokens: int, config: BpkvConfig) -> None:
+        """Raise InputError for prompts of so many tokens, and their answers, past the positions that the model knows,
+        ConfigError for more than the engine was built for, or a budget that cannot be honoured."""
+        longest, known = max(prompts), self.built.traits.max_positions
+        if known and longest + new_tokens > known:
+            raise InputError(
+                f"The prompt has {longest} tokens, with {new_tokens} new ones to come, but the engine's model knows "
+                f"{known} positions, and the engine has rotations for no more. Shorten the prompt or the answer."
+            )
+        limits, most_scored = self.built.limits, self.session.most_scored
+        refuse_size(len(prompts), longest, new_tokens, limits, most_scored, config)
+        refuse_tokens(sum(prompts), limits)
+        self.session.most_rows(config, longest, new_tokens)
 
     def model_runner(self) -> Any:
         """TensorRT-LLM's ModelRunner around this session."""
@@ -167,25 +224,38 @@ class EngineRunner:
             kv_cache_type=self._kv_cache_type,
         )
 
-    def _check(self, prompts: Sequence[Sequence[int]]) -> None:
-        if not prompts or not all(prompts):
-            raise InputError("The prompt has no tokens, so there is nothing to continue; give some text.")
-        vocabulary = self.built.traits.vocabulary
-        if strange := next((token for prompt in prompts for token in prompt if not 0 <= token < vocabulary), None):
-            raise InputError(
-                f"The prompt has token {strange}, and the engine's model knows 0 to {vocabulary - 1}: its tokenizer is "
-                "another model's. Give that of the engine's model."
-            )
-
     def _set_up(self, batch: int, prompt: int, answer: int) -> None:
         try:
-            self.session.setup(batch, prompt, answer)
+            with self._stream():
+                self.session.setup(batch, prompt, answer)
         except torch.OutOfMemoryError:
             raise InputError(
                 f"The GPU has no room for the KV cache of {batch} sequences of up to {prompt + answer} tokens, which "
                 "is held in full until it is compacted. Nothing was run. Give fewer or shorter prompts, or ask for "
                 "fewer new tokens."
             ) from None
+
+    def _stream(self) -> AbstractContextManager[None]:
+        """The session's, which its sampler works on; current only in the thread that made the session."""
+        return torch.cuda.stream(self.session.stream)
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        """Around TensorRT-LLM's steps. Raises InputError where the GPU has no room, BpkvError where a step failed."""
+        try:
+            with self._stream():
+                yield
+        except torch.OutOfMemoryError:
+            raise InputError(
+                "The GPU has no room for what a step takes beside the KV cache. Give fewer or shorter prompts, or ask "
+                "for fewer new tokens."
+            ) from None
+        except RuntimeError as error:
+            if not str(error).startswith(FAILED):
+                raise
+            raise BpkvError(
+                f"TensorRT-LLM could not go on with the batch ({told(error)}); lines of the log above say why, if any."
+            ) from error
 
 
 def _token_ids(prompt: Any) -> list[int]:
@@ -196,30 +266,12 @@ def _token_ids(prompt: Any) -> list[int]:
     return list(tokens)
 
 
-@contextmanager
-def _failures_told() -> Iterator[None]:
-    """Around TensorRT-LLM's steps. Raises InputError where the GPU has no room, BpkvError where a step failed."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise InputError(
-            "The GPU has no room for what a step takes beside the KV cache. Give fewer or shorter prompts, or ask for "
-            "fewer new tokens."
-        ) from None
-    except RuntimeError as error:
-        if not str(error).startswith(FAILED):
-            raise
-        raise BpkvError(
-            f"TensorRT-LLM could not go on with the batch ({told(error)}); lines of the log above say why, if any."
-        ) from error
-
-
-def configured(settings: EngineSettings, options: Mapping[str, Any]) -> BpkvConfig:
-    """What a session compacts with: the engine's own configuration, and what the user gave in its place.
+def configured(settings: EngineSettings, options: Mapping[str, Any], base: BpkvConfig | None = None) -> BpkvConfig:
+    """What a session compacts with: `base`, or the engine's own configuration, and what the user gave in its place.
 
     Raises ConfigError for what the engine cannot have, and for an option that changes nothing.
     """
-    config = settings.configured(**options)
+    config = settings.checked((base or settings.config).replace(**options))
     refuse_idle(options.keys(), [config])
     return config
 
@@ -252,12 +304,3 @@ def stop_words(sampling: SamplingParams, batch: int) -> NDArray[np.int32] | None
     if not words:
         return None
     return np.tile(np.array([words, range(1, len(words) + 1)], dtype=np.int32), (batch, 1, 1))
-
-
-def _answers(output_ids: torch.Tensor, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[list[int]]:
-    """output_ids [B, 1, T]: each prompt, its answer, and what ended it up to the end, or NO_END."""
-    ends = sampling.stop_tokens | {NO_END}
-    return [
-        list(takewhile(lambda token: token not in ends, row[len(prompt) :][: sampling.max_new_tokens]))
-        for row, prompt in zip(output_ids[:, 0].tolist(), prompts, strict=True)
-    ]

@@ -6,7 +6,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from bpkv_trt.config import BpkvConfig
-from bpkv_trt.errors import ConfigError, quoted
+from bpkv_trt.errors import ConfigError
 from bpkv_trt.models.loading import HostedModel
 from bpkv_trt.policies.base import METHOD_OPTIONS
 from bpkv_trt.policies.registry import refuse_idle, settled
@@ -28,7 +28,7 @@ class Engines:
 
     def __init__(self, loaded: HostedModel, config: BpkvConfig, pool: PagedKvPool, trace: Trace) -> None:
         """`config`: what requests change options of. Raises ConfigError as an engine of it does."""
-        self._loaded, self._config, self._pool, self._trace = loaded, config, pool, trace
+        self.loaded, self._config, self._pool, self._trace = loaded, config, pool, trace
         self._default = Engine(loaded, config, pool, trace)
         self._in_use = WeakValueDictionary({self._default.compactor.config: self._default})
         self._lock = threading.Lock()
@@ -44,7 +44,7 @@ class Engines:
         with self._lock:
             engine = self._in_use.get(config)
             if engine is None:
-                engine = Engine(self._loaded, config, self._pool, self._trace, host=self.host)
+                engine = Engine(self.loaded, config, self._pool, self._trace, host=self.host)
                 self._in_use[config] = engine
         return engine
 
@@ -54,8 +54,6 @@ class Engines:
         What the server has set for its own policy is not meant for another that a request names, nor what belongs to
         the compaction of prompts for one that has none; there defaults hold. Raises ConfigError.
         """
-        if not all(isinstance(name, str) for name in options):
-            raise ConfigError(f"options is {quoted(options)}; give names of options and their values.")
         for name, reason in OF_ALL.items():
             if name in options:
                 raise ConfigError(f"{name} cannot differ between requests: {reason}. Leave it out.")

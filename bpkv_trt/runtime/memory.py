@@ -38,7 +38,7 @@ def _forward_bytes(loaded: LoadedModel, tokens: int) -> int:
     return tokens * (per_token + weights) + logits
 
 
-def scoring_bytes(loaded: LoadedModel, tokens: int, config: BpkvConfig) -> int:
+def scoring_bytes(loaded: HostedModel, tokens: int, config: BpkvConfig) -> int:
     """An upper estimate of what scoring a cache of `tokens` tokens holds at once. `config` is settled.
 
     That is what is held all along, and the widest of replay, readout, scores and refinement; as fp32, M scoring
@@ -81,6 +81,17 @@ def require_memory(needed: int, device: torch.device, limit: int | None, *, cach
             f"{whose}, {available / 2**20:,.0f} MiB. Nothing was run; shorten the prompt, ask for fewer new tokens, "
             f"use a narrower --dtype, {verify}or lower what was raised of "
             "--top-k, --probes, --refine and --positions."
+        )
+
+
+def require_scoring_memory(loaded: HostedModel, tokens: int, config: BpkvConfig, room: int) -> None:
+    """Raise InputError where scoring `tokens` tokens takes more than `room` bytes. `config` is settled."""
+    needed = scoring_bytes(loaded, tokens, config)
+    if needed > room and not policy_class(config.policy).evicts_nothing:
+        raise InputError(
+            f"Scoring {tokens} tokens with these options takes about {needed / 2**20:,.0f} MiB, more than the "
+            f"{room / 2**20:,.0f} MiB that the server had free when it started. Shorten the prompt or the answer, or "
+            "lower what was raised of top_k, probes, refine and positions."
         )
 
 

@@ -4,15 +4,22 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import InputError, PoolExhausted
+from bpkv_trt.models.loading import HostedModel
 from bpkv_trt.pool.pool import PagedKvPool
 from bpkv_trt.profiling import Trace
-from bpkv_trt.runtime.engine import Engine
-from bpkv_trt.runtime.generator import Request
+from bpkv_trt.runtime.engine import Engine, make_pool_within
+from bpkv_trt.runtime.engines import Engines
+from bpkv_trt.runtime.event import CompactionEvent
+from bpkv_trt.runtime.generator import FinishReason, Request
+from bpkv_trt.runtime.memory import free_bytes, require_scoring_memory
 from bpkv_trt.runtime.page_need import PageNeed
 from bpkv_trt.runtime.sampling import Sampler, SamplingParams
+from bpkv_trt.runtime.serving_request import ServingRequest
 from bpkv_trt.runtime.torch_host import TorchHost, finite
 
 
@@ -26,6 +33,21 @@ class BatchedRequest:
     need: PageNeed
     encoded: int = 0
     error: Exception | None = None
+
+    @property
+    def generated(self) -> Sequence[int]:
+        """Tokens of the answer."""
+        return self.request.generated
+
+    @property
+    def events(self) -> Sequence[CompactionEvent]:
+        """What was compacted."""
+        return self.request.events
+
+    @property
+    def finished(self) -> FinishReason | None:
+        """None while it waits or runs."""
+        return self.request.finished
 
     @property
     def in_prompt(self) -> bool:
@@ -57,24 +79,77 @@ class ServingBatch:
     others wait: its answer would depend on them.
     """
 
-    def __init__(self, host: TorchHost, trace: Trace, *, chunk_tokens: int, most_running: int) -> None:
-        """`chunk_tokens`: of prompts in one step; `most_running`: requests at once."""
+    def __init__(
+        self, engines: Engines, trace: Trace, *, chunk_tokens: int, most_running: int, room: int | None = None
+    ) -> None:
+        """`chunk_tokens`: of prompts in one step; `most_running`: requests at once; `room`: bytes of memory beside
+        weights and pool, where requests that cannot be scored in it are refused."""
         if min(chunk_tokens, most_running) < 1:
             raise InputError(
                 f"chunk_tokens is {chunk_tokens} and most_running is {most_running}; both must be 1 or more."
             )
-        self.host, self.trace = host, trace
+        self.engines, self.trace, self._room = engines, trace, room
         self.chunk_tokens, self.most_running = chunk_tokens, most_running
         self.waiting: deque[BatchedRequest] = deque()
         self.running: list[BatchedRequest] = []
         self.failed = False  # whether the latest forward pass failed, and so all who took part
 
+    @classmethod
+    def over(
+        cls,
+        loaded: HostedModel,
+        config: BpkvConfig,
+        *,
+        pool_bytes: int,
+        chunk_tokens: int = 256,
+        most_running: int = 64,
+        trace: Trace | None = None,
+        poison: bool = False,
+    ) -> "ServingBatch":
+        """A batch of a model, over a pool of its own. `config`: what requests change options of. `poison`: free rows of
+        the pool are NaN, for tests.
+
+        Raises ConfigError and InputError where model, configuration and sizes do not go together.
+        """
+        device = loaded.model.device
+        trace = trace or Trace(synchronize=torch.cuda.synchronize if device.type == "cuda" else None)
+        pool = make_pool_within(loaded, pool_bytes, config.page_size, poison=poison)
+        room, engines = free_bytes(device), Engines(loaded, config, pool, trace)
+        return cls(engines, trace, chunk_tokens=chunk_tokens, most_running=most_running, room=room)
+
+    @property
+    def host(self) -> TorchHost:
+        return self.engines.host
+
     @property
     def pool(self) -> PagedKvPool:
         return self.host.pool
 
-    def prepare(self, engine: Engine, prompt: Sequence[int], sampling: SamplingParams) -> BatchedRequest:
-        """Check a request; any thread may do so.
+    @property
+    def pages_free(self) -> int:
+        """Pages of the pool that nobody owns."""
+        return self.pool.free_pages
+
+    @property
+    def pages_live(self) -> int:
+        """Pages of the pool that sequences own."""
+        return self.pool.live_pages
+
+    def prepare(self, request: ServingRequest, prompt: Sequence[int]) -> BatchedRequest:
+        """Check a request whose text is these tokens; any thread may do so.
+
+        Raises ConfigError and InputError for options that cannot be had, InputError where memory cannot hold its
+        scoring, and as `prepare_tokens`.
+        """
+        engine = self.engines.of(request.options)
+        batched = self.prepare_tokens(engine, prompt, request.sampling(engine.statistics.stop_tokens))
+        if self._room is not None:
+            tokens, config = len(prompt) + request.max_tokens, engine.compactor.config
+            require_scoring_memory(self.engines.loaded, tokens, config, self._room)
+        return batched
+
+    def prepare_tokens(self, engine: Engine, prompt: Sequence[int], sampling: SamplingParams) -> BatchedRequest:
+        """The same for an engine of its configuration.
 
         Raises InputError for a prompt without tokens or past the model's positions, ConfigError for a budget that
         cannot be honoured, PoolExhausted for a request that can never fit.

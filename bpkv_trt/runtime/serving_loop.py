@@ -7,18 +7,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-
-from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import BpkvError, InputError, QueueFull
-from bpkv_trt.models.loading import LoadedModel
-from bpkv_trt.profiling import Trace
+from bpkv_trt.models.tokenizers import Words
 from bpkv_trt.runtime.answer_text import AnswerText
-from bpkv_trt.runtime.engine import Engine, make_pool_within
-from bpkv_trt.runtime.engines import Engines
-from bpkv_trt.runtime.memory import free_bytes, scoring_bytes
-from bpkv_trt.runtime.serving_batch import BatchedRequest, ServingBatch
+from bpkv_trt.runtime.batch import Batch, Batched
 from bpkv_trt.runtime.serving_metrics import ServingMetrics
 from bpkv_trt.runtime.serving_request import Outcome, ServingOutput, ServingRequest
 
@@ -31,7 +25,7 @@ Receive = Callable[[ServingOutput], None]
 class _Client:
     """Who asked, what became of it so far, and by when it must have ended."""
 
-    batched: BatchedRequest
+    batched: Batched
     text: AnswerText
     receive: Receive
     submitted: float
@@ -50,44 +44,24 @@ class _Client:
 
     def further_text(self) -> str:
         """What can be given out since the last time, which is all where the answer has ended."""
-        generated = self.batched.request.generated
+        generated = self.batched.generated
         text = "".join([self.text.add(token) for token in generated[self.told :]])
         self.told = len(generated)
-        return text if self.batched.request.finished is None else text + self.text.rest()
+        return text if self.batched.finished is None else text + self.text.rest()
 
 
 class ServingLoop:
-    """Continuous batching of one model over one pool, in a thread of its own that sleeps while nothing is asked."""
+    """One batch, in a thread of its own that sleeps while nothing is asked."""
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        config: BpkvConfig,
-        *,
-        pool_bytes: int,
-        queue_limit: int = 64,
-        chunk_tokens: int = 256,
-        most_running: int = 64,
-        metrics: ServingMetrics | None = None,
-        trace: Trace | None = None,
-        poison: bool = False,
+        self, batch: Batch[Any], words: Words, *, queue_limit: int = 64, metrics: ServingMetrics | None = None
     ) -> None:
-        """`config`: what requests change options of. `queue_limit`: requests that may wait. `chunk_tokens`: of prompts
-        that are run in one step. `trace`: the loop's thread has it for itself until `shutdown`. `poison`: free rows of
-        the pool are NaN, for tests.
-
-        Raises ConfigError and InputError where model, configuration and sizes do not go together.
-        """
+        """`words`: of the batch's model. `queue_limit`: requests that may wait. The loop's thread has the batch for
+        itself until `shutdown`, but for `prepare`."""
         if queue_limit < 1:
             raise InputError(f"queue_limit is {queue_limit}; a request that is to run waits first: give 1 or more.")
-        cuda = loaded.model.device.type == "cuda"
-        trace = trace or Trace(synchronize=torch.cuda.synchronize if cuda else None)
-        pool = make_pool_within(loaded, pool_bytes, config.page_size, poison=poison)
-        self.metrics = metrics or ServingMetrics()
-        self._loaded, self._queue_limit = loaded, queue_limit
-        self._room = free_bytes(loaded.model.device)  # of memory, beside weights and pool
-        self._engines = Engines(loaded, config, pool, trace)
-        self.batch = ServingBatch(self._engines.host, trace, chunk_tokens=chunk_tokens, most_running=most_running)
+        self.batch, self.metrics = batch, metrics or ServingMetrics()
+        self._words, self._queue_limit = words, queue_limit
         self._encoding = threading.Lock()
         self._changed = threading.Condition()  # guards the four below
         self._clients: dict[int, _Client] = {}
@@ -124,6 +98,10 @@ class ServingLoop:
             raise
         return handle
 
+    def check(self, request: ServingRequest) -> None:
+        """Raise what `submit` would raise for a request that can never be served, and take nothing."""
+        self._prepare(request, lambda _: None)
+
     def cancel(self, handle: int) -> bool:
         """End a request at the next step, whatever its stage; any thread, any number of times.
 
@@ -154,23 +132,11 @@ class ServingLoop:
     def _prepare(self, request: ServingRequest, receive: Receive) -> _Client:
         submitted = time.monotonic()
         request.check()
-        engine = self._engines.of(request.options)
-        sampling = request.sampling(engine.statistics.stop_tokens)
         with self._encoding:  # tokenizers may not be used by two threads
-            prompt = request.encoded(self._loaded.encoder)
-        batched = self.batch.prepare(engine, prompt, sampling)
-        self._require_memory(engine, len(prompt) + request.max_tokens)
+            prompt = request.encoded(self._words.encoder)
+        batched = self.batch.prepare(request, prompt)
         deadline = None if request.timeout_s is None else submitted + request.timeout_s
-        return _Client(batched, AnswerText(self._loaded.tokenizer, request.stop), receive, submitted, deadline)
-
-    def _require_memory(self, engine: Engine, tokens: int) -> None:
-        needed = scoring_bytes(self._loaded, tokens, engine.compactor.config)
-        if needed > self._room and not engine.compactor.policy.evicts_nothing:
-            raise InputError(
-                f"Scoring {tokens} tokens with these options takes about {needed / 2**20:,.0f} MiB, more than the "
-                f"{self._room / 2**20:,.0f} MiB that the server had free when it started. Shorten the prompt or the "
-                "answer, or lower what was raised of top_k, probes, refine and positions."
-            )
+        return _Client(batched, AnswerText(self._words.tokenizer, request.stop), receive, submitted, deadline)
 
     def _require_place(self) -> None:
         if self._closing or not self._thread.is_alive():
@@ -226,21 +192,21 @@ class ServingLoop:
             text = client.further_text()
         except Exception as failure:  # the tokenizer's
             return self._end(handle, client, "error", error=failure)
-        if client.text.stopped or batched.request.finished is not None:
-            reason: Outcome = "stop" if client.text.stopped or batched.request.finished == "stop" else "length"
+        if client.text.stopped or batched.finished is not None:
+            reason: Outcome = "stop" if client.text.stopped or batched.finished == "stop" else "length"
             return self._end(handle, client, reason, text)
         if text:
-            self._send(client, ServingOutput(text, len(batched.request.generated)))
+            self._send(client, ServingOutput(text, len(batched.generated)))
 
     def _count(self, client: _Client) -> None:
-        request, now = client.batched.request, time.monotonic()
-        for event in request.events[client.counted :]:
+        batched, now = client.batched, time.monotonic()
+        for event in batched.events[client.counted :]:
             self.metrics.compacted(event)
-        client.counted = len(request.events)
-        drawn = len(request.generated) - client.told
-        if client.first_drawn is None and (drawn or request.finished == "stop"):
+        client.counted = len(batched.events)
+        drawn = len(batched.generated) - client.told
+        if client.first_drawn is None and (drawn or batched.finished == "stop"):
             client.first_drawn = now
-            self.metrics.add("bpkv_prompt_tokens_total", len(client.batched.prompt))
+            self.metrics.add("bpkv_prompt_tokens_total", len(batched.prompt))
             self.metrics.observe("bpkv_time_to_first_token_seconds", now - client.submitted)
         if drawn:
             client.last_drawn = now
@@ -257,7 +223,7 @@ class ServingLoop:
                 reason, text, error = "cancelled", "", None
             self._changed.notify_all()
         self.metrics.ended(reason)
-        tokens = len(client.batched.request.generated)
+        tokens = len(client.batched.generated)
         if client.first_drawn is not None and tokens > 1:
             mean = (client.last_drawn - client.first_drawn) / (tokens - 1)
             self.metrics.observe("bpkv_time_per_output_token_seconds", mean)
@@ -284,22 +250,22 @@ class ServingLoop:
         self._report()
 
     def _report(self) -> None:
-        pool, batch = self.batch.pool, self.batch
+        batch = self.batch
         self.metrics.set(
-            pages_free=pool.free_pages,
-            pages_live=pool.live_pages,
+            pages_free=batch.pages_free,
+            pages_live=batch.pages_live,
             queue_length=len(batch.waiting) + len(self._arrived),
             running=len(batch.running),
             healthy=int(self.healthy),
         )
 
 
-def _last(batched: BatchedRequest, reason: Outcome, text: str, error: Exception | None) -> ServingOutput:
-    events = batched.request.events
+def _last(batched: Batched, reason: Outcome, text: str, error: Exception | None) -> ServingOutput:
+    events = batched.events
     main = next((event for event in events if event.regime != "generation"), events[-1] if events else None)
     return ServingOutput(
         text,
-        tokens=len(batched.request.generated),
+        tokens=len(batched.generated),
         finish_reason=reason,
         error=None if error is None else _told(error),
         entries_kept=0 if main is None else main.entries_after,

@@ -27,12 +27,15 @@ class ServingRequest:
     top_p: float = 1.0
     seed: int = 0  # of sampling
     stop: tuple[str, ...] = ()  # strings that end the answer and are not part of it, beside the model's stop tokens
+    ignore_eos: bool = False  # of the model: an answer as long as it was asked for, to measure by
     options: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float | None = None  # from its submission to its end
     messages: tuple[Turn, ...] | None = None  # in place of the text: what was said, up to the answer
 
     def check(self) -> None:
         """Raise InputError for a value that no request can have; the rest is for those that know the model."""
+        if not all(isinstance(name, str) for name in self.options):
+            raise InputError(f"options is {quoted(self.options)}; give names of options and their values.")
         if self.messages is None:
             _check_text("text", self.text)
         else:
@@ -78,8 +81,9 @@ class ServingRequest:
         return prompt
 
     def sampling(self, stop_tokens: frozenset[int]) -> SamplingParams:
-        """As asked for, ended by the model's stop tokens. Raises ConfigError."""
-        return SamplingParams(self.max_tokens, self.temperature, self.top_p, self.seed, stop_tokens)
+        """As asked for, ended by the model's stop tokens unless they are ignored. Raises ConfigError."""
+        ends = frozenset[int]() if self.ignore_eos else stop_tokens
+        return SamplingParams(self.max_tokens, self.temperature, self.top_p, self.seed, ends)
 
 
 def _check_text(name: str, value: object) -> None:

@@ -68,13 +68,19 @@ class SessionBatch:
         self._scored = ScoredTokens.last_of([1] * len(totals), [(min(total, 1), total) for total in totals])
         return self._scored
 
+    def ended(self, index: int) -> list[CompactionEvent]:
+        """If a sequence's answer ended now, though its batch goes on: what was compacted, and what never came due."""
+        sequence, size = self.sequences[index], self._bytes[index]
+        missed = [replace(each, bytes_before=size, bytes_after=size) for each in self.compactor.missed(sequence)]
+        if not self.pool.logical_length(sequence):
+            missed = [self._one_step(index, event) for event in missed]
+        return self.events[index] + missed
+
     def finish(self) -> list[list[CompactionEvent]]:
         """The batch has ended, and its blocks may have been freed: what was compacted, and what never came due."""
-        for index, sequence in enumerate(self.sequences):
-            size = self._bytes[index]
-            for event in self.compactor.on_request_finish(sequence):
-                known = replace(event, bytes_before=size, bytes_after=size)
-                self.events[index].append(known if self.pool.logical_length(sequence) else self._one_step(index, known))
+        self.events = [self.ended(index) for index in range(len(self.sequences))]
+        for sequence in self.sequences:
+            self.compactor.on_request_finish(sequence)
         return self.events
 
     def _one_step(self, index: int, event: CompactionEvent) -> CompactionEvent:

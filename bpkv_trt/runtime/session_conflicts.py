@@ -68,6 +68,14 @@ def refuse_setup(given: Mapping[str, Any], limits: EngineLimits, most_rows: int,
     for name in ("medusa_choices", "lora_manager", "lora_uids", "encoder_max_input_length"):
         if given[name] is not None:
             raise _refusal(f"{name} is given", "the engine's scores are read out without", "Leave it out")
+    refuse_size(batch, prompt, answer, limits, most_rows, config)
+
+
+def refuse_size(batch: int, prompt: int, answer: int, limits: EngineLimits, most_rows: int, config: BpkvConfig) -> None:
+    """Raises ConfigError for more sequences, or longer prompts and answers, than the engine was built for.
+
+    prompt, answer: tokens of the longest. most_rows: positions that one run of the engine may score.
+    """
     _refuse_too_much("batch_size", batch, limits.max_batch_size)
     _refuse_too_much("max_context_length", prompt, limits.max_input_len)
     _refuse_too_much("max_context_length + max_new_tokens", prompt + answer, limits.max_seq_len)
@@ -82,17 +90,21 @@ def refuse_setup(given: Mapping[str, Any], limits: EngineLimits, most_rows: int,
 
 def refuse_decode(given: Mapping[str, Any], limits: EngineLimits) -> None:
     """given: arguments of `GenerationSession.decode`. Raises ConfigError for what is not compacted, or is too much."""
-    tokens, most = int(given["context_lengths"].sum()), limits.max_num_tokens
-    if tokens > most:
-        raise ConfigError(
-            f"The prompts have {tokens} tokens, and one run of the engine takes {most} (max_num_tokens), which they "
-            "share. Nothing was run. Give shorter or fewer prompts, or build an engine for more with --max_num_tokens."
-        )
+    refuse_tokens(int(given["context_lengths"].sum()), limits)
     if (beams := given["sampling_config"].num_beams) != 1:
         raise _refusal(f"num_beams is {beams}", BEAMS, "Give 1")
     for name in ("encoder_output", "encoder_input_lengths", "cross_attention_mask"):
         if given[name] is not None:
             raise _refusal(f"{name} is given", "an encoder's cache is not the decoder's own", "Leave it out")
+
+
+def refuse_tokens(tokens: int, limits: EngineLimits) -> None:
+    """Raises ConfigError for prompts of more tokens, all together, than one run of the engine takes."""
+    if tokens > (most := limits.max_num_tokens):
+        raise ConfigError(
+            f"The prompts have {tokens} tokens, and one run of the engine takes {most} (max_num_tokens), which they "
+            "share. Nothing was run. Give shorter or fewer prompts, or build an engine for more with --max_num_tokens."
+        )
 
 
 def _refuse_too_much(name: str, value: int, most: int) -> None:

@@ -24,6 +24,7 @@ FIELDS = {
     "sampling_param_temperature": "temperature",
     "sampling_param_top_p": "top_p",
     "sampling_param_seed": "seed",
+    "sampling_param_ignore_eos": "ignore_eos",
     "bpkv_timeout_s": "timeout_s",
 }
 OPTIONS = {"bpkv_budget": "budget", "bpkv_policy": "policy", "bpkv_regime": "regime"}

@@ -32,7 +32,8 @@ class BpkvSession(GenerationSession):  # type: ignore[misc]
     """Positions stay logical (`position_ids`, and the sampler's `sequence_length_buffer`); what attention is told of,
     `sequence_length` and the blocks, are the rows that are held.
 
-    `events`: of the last `decode`, by sequence, what was compacted.
+    `events`: of the last `decode`, by sequence, what was compacted: so far, while it runs. `config`: what the next
+    batch is compacted with, to be changed before its `setup`.
     """
 
     def __init__(
@@ -68,20 +69,40 @@ class BpkvSession(GenerationSession):  # type: ignore[misc]
         self._batch: SessionBatch | None = None
         self._running = ExitStack()
 
+    def most_rows(self, config: BpkvConfig, prompt: int, answer: int) -> int:
+        """Rows that a prompt of so many tokens and its answer come to hold. ConfigError for a budget that cannot be
+        honoured for it."""
+        itemsize = (self.built.cache_dtype or self.dtype).itemsize
+        return most_rows(config, self.built.traits, itemsize, prompt, answer)
+
+    @property
+    def most_scored(self) -> int:
+        """Positions that one run of the engine may score, over all its sequences."""
+        return self._ports.most_rows
+
+    @property
+    def running_pool(self) -> BlockPool | None:
+        """Of the batch that runs."""
+        return None if self._batch is None else self._batch.pool
+
+    def ended(self, sequence: int) -> list[CompactionEvent]:
+        """What `events` would be told of a sequence of the batch that runs if its answer ended now."""
+        assert self._batch is not None, "no batch runs"
+        return self._batch.ended(sequence)
+
     def setup(self, *args: Any, **kwargs: Any) -> None:
         """As the stock session's. Raises ConfigError, before anything is allocated, for what cannot be compacted or is
         more than the engine was built for."""
         given = _named(GenerationSession.setup, self, *args, **kwargs)
-        refuse_setup(given, self.built.limits, self._ports.most_rows, self.config)
+        refuse_setup(given, self.built.limits, self.most_scored, self.config)
         super().setup(*args, **kwargs)
 
     def _get_num_paged_blocks(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         """Blocks of the cache, and of one sequence."""
         blocks, longest = super()._get_num_paged_blocks(*args, **kwargs)
         if self._bounded:
-            itemsize = (self.built.cache_dtype or self.dtype).itemsize
             prompt = self.max_seq_length - self.max_new_tokens
-            rows = most_rows(self.config, self.built.traits, itemsize, prompt, self.max_new_tokens)
+            rows = self.most_rows(self.config, prompt, self.max_new_tokens)
             longest = min(longest, pages_of(rows + 1, self.tokens_per_block))  # with the next token's
             blocks = min(blocks, self.batch_size * longest)
         return blocks, longest
@@ -110,7 +131,8 @@ class BpkvSession(GenerationSession):  # type: ignore[misc]
                     output = next(outputs)
                 except StopIteration:
                     return
-                own = self._batch
+                finally:
+                    own = self._batch  # the first step makes it, be it that it fails
                 yield output
         finally:  # also where the reader stops early
             if own is self._batch:
@@ -133,6 +155,7 @@ class BpkvSession(GenerationSession):  # type: ignore[misc]
         with self._launching():
             pool = self._pool()
         self._batch = SessionBatch(self.config, self.built.traits, pool, self.built.projections, self.trace)
+        self.events = self._batch.events
         self._evicted = torch.zeros(len(prompts), dtype=torch.int32, device=self.device)
         self._lengths = torch.zeros_like(self._evicted)
         tensors = super()._get_context_shape_buffer(*args, **kwargs)

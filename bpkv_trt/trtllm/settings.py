@@ -133,9 +133,14 @@ class EngineSettings(BaseModel):
     def configured(self, **options: Any) -> BpkvConfig:
         """What a runtime of the engine compacts with: the engine's own configuration with some options changed.
 
-        Raises ConfigError for what an engine cannot have, and for more than was compiled into this one.
+        Raises ConfigError as `checked`.
         """
-        config = _possible(self.config.replace(**options))
+        return self.checked(self.config.replace(**options))
+
+    def checked(self, config: BpkvConfig) -> BpkvConfig:
+        """The same configuration. Raises ConfigError for what an engine cannot have, and for more than was compiled
+        into this one."""
+        config = _possible(config)
         for name in ("preset", "top_k", "page_size"):
             if (value := getattr(config, name)) != (built := getattr(self.config, name)):
                 raise ConfigError(

@@ -9,7 +9,7 @@ import pytest
 
 from bpkv_trt import __version__
 from bpkv_trt.config import BpkvConfig
-from bpkv_trt.documents import document, write_json
+from bpkv_trt.documents import check_destination, document, write_json
 from bpkv_trt.errors import InputError
 
 
@@ -59,3 +59,15 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     link.symlink_to(target)
     write_json(link, {"key": 1})
     assert link.is_symlink() and json.loads(target.read_text()) == {"key": 1}
+
+
+def test_a_document_of_ours_is_replaced_however_large(tmp_path: Path) -> None:
+    """A server's trace may have hundreds of megabytes, and must not keep it from being started again."""
+    path = tmp_path / "trace.json"
+    write_json(path, document(BpkvConfig(), {}))
+    with path.open("a") as file:
+        file.write(" " * (100 << 20))
+    check_destination(path)
+    path.write_text('{"another": "tool"}')
+    with pytest.raises(InputError, match="is no document of bpkv"):
+        check_destination(path)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from bpkv_trt.cli import main
-from bpkv_trt.latency import session
+from bpkv_trt.latency import answer_run, session
 from bpkv_trt.latency.profile import Profile
 from bpkv_trt.progress import SilentProgress
 from bpkv_trt.runtime.fitted_engine import fitted_engine
@@ -145,7 +145,7 @@ def test_warm_ups_come_first_and_budgets_take_turns(profile: Path, monkeypatch: 
         made.append((str(config.budget), len(trace.events)))
         return fitted_engine(loaded, config, turns, new_tokens, trace)
 
-    monkeypatch.setattr(session, "fitted_engine", watched)
+    monkeypatch.setattr(answer_run, "fitted_engine", watched)
     _, trace = session.run_session(Profile.from_yaml(profile), SilentProgress())
     assert trace.cache_bytes is None, "no pool outlives its run"
     assert [budget for budget, _ in made] == 3 * list(BUDGETS), "one warm-up and two repeats"

@@ -1,9 +1,7 @@
 """What a profiler that attaches itself to a process is told, by a library that plays one."""
 
-import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -13,15 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from build_scripts.recall_text import recall_prompt
+from tests.latency.stand_in_nvtx import ROOT, Range, build_stand_in, ranges_of
 
-ROOT = Path(__file__).resolve().parents[2]
 LLAMA = ROOT / "tests" / "assets" / "tiny-llama"
-
-
-class Range(NamedTuple):
-    name: str
-    payload: int | None
-    parent: str | None
 
 
 class Run(NamedTuple):
@@ -33,25 +25,9 @@ class Run(NamedTuple):
     told: list[str]
 
 
-def headers() -> Path | None:
-    """NVTX's, from the package nvidia-nvtx or from CUDA."""
-    found = importlib.util.find_spec("nvidia")
-    places = [Path(place) for place in (found.submodule_search_locations or [])] if found else []
-    folders = [*(folder for place in places for folder in place.glob("*/include")), Path("/usr/local/cuda/include")]
-    return next((folder for folder in folders if (folder / "nvtx3" / "nvToolsExt.h").exists()), None)
-
-
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("nvtx")
-    compiler, include = shutil.which("g++"), headers()
-    if compiler is None or include is None:
-        pytest.skip("needs a C++ compiler (g++) and NVTX's headers (pip install nvidia-nvtx)")
-    library = tmp_path_factory.mktemp("nvtx") / "libstand_in_nvtx.so"
-    source = ROOT / "plugins" / "tests" / "stand_in_nvtx.cpp"
-    options = ["-std=c++17", "-shared", "-fPIC", f"-I{include}", str(source), "-o", str(library), "-ldl"]
-    subprocess.run([compiler, *options], check=True)
-    return library
+    return build_stand_in(tmp_path_factory.mktemp("nvtx"))
 
 
 def run(stand_in: Path, folder: Path, *options: str, **environment: str) -> Run:
@@ -63,23 +39,7 @@ def run(stand_in: Path, folder: Path, *options: str, **environment: str) -> Run:
     subprocess.run(command, env=os.environ | attached | environment, check=True, stdout=subprocess.DEVNULL)
     report, trace = (json.loads((folder / name).read_text()) for name in ("out.json", "trace.json"))
     lines = told.read_text().splitlines() if told.exists() else []
-    return Run(report, trace, ranges_of([line for line in lines if line.startswith("bpkv ")]), lines)
-
-
-def ranges_of(lines: list[str]) -> list[Range]:
-    """Ranges from pushes and pops, which must be balanced."""
-    around, found = list[str](), list[Range]()
-    for line in lines:
-        match line.split():
-            case ["bpkv", "push", name, payload]:
-                found.append(Range(name, None if payload == "none" else int(payload), around[-1] if around else None))
-                around.append(name)
-            case ["bpkv", "pop"]:
-                around.pop()
-            case _:
-                raise AssertionError(line)
-    assert around == [], "a range was never closed"
-    return found
+    return Run(report, trace, ranges_of(lines), lines)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from bpkv_trt.errors import BpkvError, ConfigError
 from bpkv_trt.latency.nsys_command import Nsys, exporting, recording
-from bpkv_trt.latency.profile import NsysOptions, Profile
+from bpkv_trt.latency.profile import NsysOptions, Profile, ServingLoad
 
 PROFILES = Path(__file__).parents[2] / "profiles"
 SMALL = "model: smollm2\nprompt_tokens: 100\nanswer_tokens: 4\n"
@@ -23,6 +23,12 @@ def test_the_profiles_that_come_along_are_valid_and_read_back(path: Path, tmp_pa
     profile = Profile.from_yaml(path)
     assert read(tmp_path, profile.to_yaml()) == profile
     assert "1" in profile.budgets, "ratios need the full cache"
+
+
+def test_every_option_is_documented() -> None:
+    page = (PROFILES.parent / "docs" / "profiling.md").read_text(encoding="utf-8")
+    for name in (*Profile.model_fields, *ServingLoad.model_fields, *NsysOptions.model_fields):
+        assert f"`{name}`" in page, name
 
 
 def test_numbers_of_budgets_are_read_as_they_are_written(tmp_path: Path) -> None:
@@ -51,6 +57,13 @@ def test_numbers_of_budgets_are_read_as_they_are_written(tmp_path: Path) -> None
         (SMALL + "options: {budget: 0.2}\n", ["budgets in place of it"]),
         (SMALL + "options: {polici: snapkv}\n", ["did you mean policy?"]),
         (SMALL + "repeats: 0\n", ["repeats"]),
+        (SMALL + "serving: {pool_prompts: 2}\n", ["serving.requests"]),
+        (SMALL + "serving: {requests: 2}\n", ["serving.pool_prompts and serving.pool_size", "give one"]),
+        (SMALL + "serving: {requests: 2, pool_prompts: 2, pool_size: 1MiB}\n", ["give one"]),
+        (SMALL + "serving: {requests: 2, pool_size: '64'}\n", ["serving.pool_size", "'64'", "64MiB"]),
+        (SMALL + "serving: {requests: 2, pool_prompts: 2, every_s: .inf}\n", ["serving.every_s"]),
+        (SMALL + "serving: {requests: 2, pool_prompts: 2, shortest_prompt: 101}\n", ["101", "is 100: give less"]),
+        (SMALL + "serving: {request: 2, pool_prompts: 2}\n", ["did you mean serving.requests?"]),
         (SMALL + "prompt_tokens: 5\n", ["given twice"]),
         ("- a\n", ["not a mapping", "model: smollm2"]),
         ("a: [\n", ["not valid YAML"]),

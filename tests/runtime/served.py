@@ -97,12 +97,12 @@ class Served:
         self.name = name
         self.pool: PagedKvPool = make_pool(loaded, rows, config.page_size, poison=True)
         self.engines = Engines(loaded, config, self.pool, trace)
-        self.batch = ServingBatch(self.engines.host, trace, chunk_tokens=chunk_tokens, most_running=most_running)
+        self.batch = ServingBatch(self.engines, trace, chunk_tokens=chunk_tokens, most_running=most_running)
         self.asked: dict[BatchedRequest, Kind] = {}
 
     def prepare(self, kind: Kind) -> BatchedRequest:
         engine = self.engines.of(kind.options)
-        return self.batch.prepare(engine, kind.prompt, kind.sampling)
+        return self.batch.prepare_tokens(engine, kind.prompt, kind.sampling)
 
     def add(self, kind: Kind) -> BatchedRequest:
         batched = self.prepare(kind)

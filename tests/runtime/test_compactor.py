@@ -300,6 +300,12 @@ def test_neighbours_that_are_each_all_that_a_head_attends_to_both_stay(monkeypat
     assert {10, 11} <= set(trail.engine.pool.positions(trail.sequence, 0, 0).tolist())
 
 
+def test_a_budget_of_prompts_means_nothing_where_prompts_are_left_alone() -> None:
+    trail = driven(regime="generation", budget="0.3kB")
+    assert {regime for regime, _ in schedule(trail.events)} == {"generation"}
+    Generator(trail.engine).add([PROMPT], SamplingParams(max_new_tokens=20))
+
+
 def test_a_budget_that_a_later_compaction_cannot_honour_is_refused_before_the_run() -> None:
     short = random_tokens(1, 10)
     engine = engine_of("llama", regime="deferred", defer=5, budget="0.3kB")

@@ -4,7 +4,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -26,32 +25,9 @@ from bpkv_trt.runtime.step import Chunk
 from bpkv_trt.runtime.torch_host import TorchHost
 from build_scripts.recall_text import recall_prompt
 from tests.runtime.conftest import SMALL, loaded
+from tests.runtime.received import PATIENCE, Received
 
-PATIENCE = 60.0  # seconds, for what takes a fraction of one
 CONFIG: dict[str, Any] = {**SMALL, "budget": "0.3", "lookahead": 4, "rehearsal": 0, "refine": 8}
-
-
-@dataclass
-class Received:
-    """What one receiver was given."""
-
-    outputs: list[ServingOutput] = field(default_factory=list)
-    ended: threading.Event = field(default_factory=threading.Event)
-
-    def __call__(self, output: ServingOutput) -> None:
-        assert not self.ended.is_set(), "an output after the last one"
-        self.outputs.append(output)
-        if output.finish_reason is not None:
-            self.ended.set()
-
-    @property
-    def last(self) -> ServingOutput:
-        assert self.ended.wait(PATIENCE)
-        return self.outputs[-1]
-
-    @property
-    def text(self) -> str:
-        return "".join(output.text for output in self.outputs)
 
 
 MakeLoop = Callable[..., ServingLoop]
@@ -74,7 +50,9 @@ def make_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeLoop]:
         model, config = loaded("tiny-llama"), BpkvConfig(**{**CONFIG, **(options or {})})
         traits = model.traits
         size = rows * traits.layers * traits.kv_heads * (2 * traits.head_dim * 4 + 4)
-        loops.append(ServingLoop(model, config, pool_bytes=size, poison=True, **{"chunk_tokens": 64, **sizes}))
+        of_loop = {name: sizes.pop(name) for name in ("queue_limit", "metrics") if name in sizes}
+        batch = ServingBatch.over(model, config, pool_bytes=size, poison=True, **{"chunk_tokens": 64, **sizes})
+        loops.append(ServingLoop(batch, model, **of_loop))
         assert loops[-1].batch.pool.pages == rows * traits.layers * traits.kv_heads // config.page_size
         return loops[-1]
 
@@ -185,6 +163,18 @@ def test_a_stop_string_ends_an_answer_before_it(make_loop: MakeLoop) -> None:
     loop.submit(asked(2, stop=("never there", stop)), received)
     assert received.last.finish_reason == "stop"
     assert received.text == whole[: whole.index(stop)] and received.last.tokens < 12
+
+
+def test_stop_tokens_end_an_answer_unless_they_are_ignored(
+    make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = frozenset(range(loaded("tiny-llama").model.config.vocab_size))
+    monkeypatch.setattr("bpkv_trt.runtime.engine.stop_tokens_of", lambda *_: every)
+    loop, ended, whole = make_loop(), Received(), Received()
+    loop.submit(asked(2), ended)
+    loop.submit(asked(2, ignore_eos=True), whole)
+    assert (ended.last.finish_reason, ended.last.tokens) == ("stop", 0)
+    assert (whole.last.finish_reason, whole.last.tokens) == ("length", 12)
 
 
 STAGES: dict[str, tuple[type, str]] = {
@@ -341,19 +331,23 @@ def test_what_cannot_be_served_is_refused_at_once(make_loop: MakeLoop) -> None:
         (asked(1, options={"budget": "lots"}), ConfigError, "not a budget"),
         (asked(1, options={"policy": "best"}), ConfigError, "not a policy"),
         (asked(1, options={"layer_table": "/etc/passwd"}), ConfigError, "file of the server"),
-        (asked(1, options={1: 2}), ConfigError, "names of options"),
+        (asked(1, options={1: 2}), InputError, "names of options"),
         (asked(1, max_tokens=200, options={"policy": "full"}), PoolExhausted, "in all"),
     )
     for request, error, words in refused:
         with pytest.raises(error, match=words):
             loop.submit(request, received)
-    assert received.outputs == [] and loop.metrics.snapshot().requests["refused"] == len(refused)
+        with pytest.raises(error, match=words):
+            loop.check(request)
+    loop.check(asked(1, tokens=20))
+    counted = loop.metrics.snapshot()
+    assert received.outputs == [] and counted.requests["refused"] == sum(counted.requests.values()) == len(refused)
 
 
 def test_scoring_that_memory_cannot_hold_is_refused_at_once(
     make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bpkv_trt.runtime.serving_loop.free_bytes", lambda _: 1 << 28)
+    monkeypatch.setattr("bpkv_trt.runtime.serving_batch.free_bytes", lambda _: 1 << 28)
     loop, received = make_loop(), Received()
     with pytest.raises(InputError, match="more than the 256 MiB .* lower what was raised of top_k"):
         loop.submit(asked(1, options={"probes": 1024, "refine": 2**16}), Received())

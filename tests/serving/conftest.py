@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -11,16 +9,6 @@ from tests.serving.triton_server import ROOT, TritonServer
 
 TINY = ROOT / "tests" / "assets" / "tiny-llama"
 Serve = Callable[..., AbstractContextManager[TritonServer]]
-
-
-@pytest.fixture(scope="session")
-def tritonserver() -> Path:
-    """The folder of the command `tritonserver`; the tests that need it are skipped where it cannot be had."""
-    script = ROOT / "build_scripts" / "triton_environment.py"
-    made = subprocess.run([sys.executable, script], capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(made.stderr.strip().splitlines()[-1])
-    return Path(made.stdout.strip()).parent
 
 
 @pytest.fixture(scope="module")

@@ -60,9 +60,10 @@ def soak(server: TritonServer, requests: range, clients: int, seed: int) -> Coun
 
 
 def memory(server: TritonServer) -> dict[str, int]:
-    """Bytes of its own that each process holds: pages shared with others, such as libraries, are not counted."""
+    """Bytes that each process has made itself: not what is read from files, such as libraries, nor what is shared."""
     processes = {"server": server.server_process(), "model": server.model_process()}
-    return {name: psutil.Process(process).memory_full_info().uss for name, process in processes.items()}
+    held = {name: psutil.Process(process).memory_info() for name, process in processes.items()}
+    return {name: each.rss - each.shared for name, each in held.items()}
 
 
 def _one(server: TritonServer, rng: random.Random) -> Outcome:

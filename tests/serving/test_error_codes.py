@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import ConfigError, InputError, PoolExhausted, QueueFull
 from bpkv_trt.model_repository import template
 from bpkv_trt.runtime.serving_request import ServingOutput
@@ -56,7 +55,7 @@ def taken(module: ModuleType, error: Exception) -> tuple[str, str]:
 
     served = module.TritonPythonModel()
     served.__dict__.update(
-        _settings=ServingSettings(MODEL, BpkvConfig()), _loop=Loop(), _running=set(), _guard=module.threading.Lock()
+        _settings=ServingSettings(MODEL), _loop=Loop(), _running=set(), _guard=module.threading.Lock()
     )
     sender = Sender()
     tensor = SimpleNamespace(as_numpy=lambda: np.array([b"a"], dtype=object))

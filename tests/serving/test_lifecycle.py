@@ -87,6 +87,17 @@ def test_launching_says_what_is_missing(tmp_path: Path, repository: Path) -> Non
         assert done.returncode == 2 and told in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_a_server_is_started_from_any_folder(
+    tritonserver: Path, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(repository.parent)
+    with TritonServer(tritonserver, Path(repository.name), tmp_path / "log") as server:
+        assert (
+            generate(server, TEXT, bpkv_raw=True, bpkv_budget="1", sampling_param_max_tokens=6).text
+            == alone(TEXT, "1", 6)[0]
+        )
+
+
 def test_sigterm_lets_running_requests_end_and_takes_no_new_ones(serve: Serve) -> None:
     with serve("--budget", "0.5", "--pool-size", "16MiB") as server, ThreadPoolExecutor(4) as pool:
         asked = {"bpkv_raw": True, "bpkv_policy": "snapkv", "sampling_param_max_tokens": 400}

@@ -29,6 +29,7 @@ def test_it_writes_the_template_and_the_settings(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(TINY.parent)
     out = tmp_path / "a" / "models"
     options = ["--budget", "0.3", "--regime", "prefill", "--pool-size", "2MiB", "--queue-limit", "3"]
+    options += ["--trace", str(Path(os.path.relpath(tmp_path), "trace.json"))]
     assert main(["model-repository", "--model", "tiny-llama", "--output", str(out), *options]) == 0
     written = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
     assert written == {"bpkv/config.pbtxt", "bpkv/1/model.py", "bpkv/1/model.yaml"}
@@ -38,6 +39,7 @@ def test_it_writes_the_template_and_the_settings(tmp_path: Path, monkeypatch: py
     settings = ServingSettings.read(out / "bpkv" / "1" / "model.yaml")
     assert settings.model == str(TINY) and settings.pool_bytes == 2 << 20 and settings.queue_limit == 3
     assert settings.config == BpkvConfig(budget="0.3", regime="prefill")
+    assert settings.trace is not None and os.path.samefile(Path(settings.trace).parent, tmp_path)
 
 
 def test_the_description_has_every_input_that_is_read_and_no_other() -> None:
@@ -104,8 +106,8 @@ def test_what_fails_half_way_leaves_what_was_there(tmp_path: Path, monkeypatch: 
 
 
 REFUSED = [
-    (["--engine-dir", "e"], "engines are not served"),
-    ([], "--model is missing"),
+    ([], "Neither --model nor --engine-dir is given"),
+    (["--model", str(TINY), "--engine-dir", "e"], "Both are given"),
     (["--model", "/nowhere/model"], "There is no model at"),
     (["--model", str(TINY), "--budget", "7"], "a fraction above 1"),
     (["--model", str(TINY), "--policy", "best"], "not a policy"),
@@ -116,6 +118,7 @@ REFUSED = [
     (["--model", str(TINY), "--queue-limit", "0"], "queue_limit"),
     (["--model", str(TINY), "--chunk-tokens", "x"], "invalid int"),
     (["--model", str(TINY), "--timeout-s", "nan"], "timeout_s"),
+    (["--model", str(TINY), "--trace", str(TINY / "config.json")], "is no document of bpkv"),
 ]
 
 
@@ -129,9 +132,11 @@ def test_what_no_server_could_serve_is_refused_now(
 
 def test_settings_come_back_as_they_were_written(tmp_path: Path) -> None:
     config = BpkvConfig(budget="64MiB", policy="ripplekv", layer_table=tmp_path / "ünïcode.json")
-    settings = ServingSettings("smollm2", config, pool_bytes=7, timeout_s=0.5, most_text_bytes=10)
+    options = config.model_dump(mode="json", exclude_unset=True)
+    settings = ServingSettings("smollm2", options, pool_bytes=7, timeout_s=0.5, trace="/a/b")
     (tmp_path / "model.yaml").write_text(settings.to_yaml(), encoding="utf-8")
-    assert ServingSettings.read(tmp_path / "model.yaml") == settings
+    read = ServingSettings.read(tmp_path / "model.yaml")
+    assert read == settings and read.config == config
 
 
 @pytest.mark.parametrize(
@@ -141,11 +146,19 @@ def test_settings_come_back_as_they_were_written(tmp_path: Path) -> None:
         ("pool_bytes: true", "whole number"),
         ("pool_bytes: 1.5", "whole number"),
         ("timeout_s: .inf", "seconds"),
-        ("model: 3", "give a name"),
+        ("dtype: 3", "give a name"),
+        ("trace: trace.json", "full path of a file"),
+        ("trace: 3", "full path of a file"),
         ("compression: {budgt: 1}", "did you mean budget"),
         ("compression: [1]", "mapping under compression"),
         ("x: !!python/object/apply:os.system [ls]", "not valid YAML"),
-        ("x: &a [*a]", "entries are"),
+        ("x: &a [*a]", "aliases (*) and tags (!) are not taken"),
+        ("model: gemma3-270m", "model is given twice"),
+        ("pool_bytes: 0x10", "is not a plain number"),
+        ("x: 1", "'x'; the entries are"),
+        ("engine: e", "an entry model or an entry engine, and not both"),
+        ("tokenizer: t", "tokenizer is 't', which is for an engine"),
+        ("bounded_cache: 1", "give true or false"),
     ],
 )
 def test_edited_settings_are_refused_by_name(tmp_path: Path, line: str, told: str) -> None:
@@ -159,4 +172,4 @@ def test_edited_settings_are_refused_by_name(tmp_path: Path, line: str, told: st
 def test_a_repository_in_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert main([*COMMAND, "--output", str(tmp_path / "file" / "models")]) == 2
-    assert write_repository(tmp_path, ServingSettings("smollm2", BpkvConfig())) == tmp_path / "bpkv"
+    assert write_repository(tmp_path, ServingSettings("smollm2")) == tmp_path / "bpkv"

@@ -90,6 +90,15 @@ def test_a_completion_is_the_answer_of_bpkv_generate(client: OpenAI) -> None:
     assert streamed[-1].choices == []
 
 
+def test_an_answer_goes_on_past_its_end_where_that_is_ignored(client: OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "bpkv", "prompt": recall_prompt(3, 60)[0], "max_tokens": 40}
+    ended = client.completions.create(**asked).choices[0]
+    whole = client.completions.create(**asked, extra_body={"ignore_eos": True})
+    assert ended.finish_reason == "stop" and whole.choices[0].finish_reason == "length"
+    assert whole.choices[0].text.startswith(ended.text)
+    assert whole.usage is not None and whole.usage.completion_tokens == 40
+
+
 def test_a_chat_is_the_servers_answer_to_the_same_messages(server: TritonServer, client: OpenAI) -> None:
     expected, kept, _ = alone(TEXT, "0.5", TOKENS, raw=False)
     one: list[Any] = [{"role": "user", "content": TEXT}]

@@ -6,14 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import BpkvError, InputError
 from bpkv_trt.models.conversation import Turn
 from bpkv_trt.runtime.serving_request import ServingRequest
 from bpkv_trt.runtime.triton_request import asks_to_stop, read_request, request_name
 from bpkv_trt.serving_settings import ServingSettings
 
-SETTINGS = ServingSettings("smollm2", BpkvConfig(), timeout_s=30, most_text_bytes=20)
+SETTINGS = ServingSettings("smollm2", timeout_s=30, most_text_bytes=20)
 
 
 def text(*strings: str) -> Any:
@@ -29,6 +28,7 @@ def test_every_input_has_its_place() -> None:
         "sampling_param_temperature": np.array([0.5], dtype=np.float32),
         "sampling_param_top_p": np.array([0.25], dtype=np.float32),
         "sampling_param_seed": np.array([2**63 - 1], dtype=np.uint64),
+        "sampling_param_ignore_eos": np.array([True]),
         "sampling_param_stop": text("a", "ß"),
         "bpkv_budget": text("0.3"),
         "bpkv_policy": text("snapkv"),
@@ -39,7 +39,7 @@ def test_every_input_has_its_place() -> None:
     }
     asked = read_request(tensors, {"triton_enable_empty_final_response": True, "id": "x"}, SETTINGS)
     options = {"budget": "0.3", "policy": "snapkv", "regime": "prefill"}
-    expected = ServingRequest("Grüße", "Why?", True, 7, 0.5, 0.25, 2**63 - 1, ("a", "ß"), options, 1.5)
+    expected = ServingRequest("Grüße", "Why?", True, 7, 0.5, 0.25, 2**63 - 1, ("a", "ß"), True, options, 1.5)
     assert asked.serving == expected and asked.streaming and asked.with_finish_reason
     assert type(asked.serving.seed) is int and type(asked.serving.raw) is bool
     asked.serving.check()

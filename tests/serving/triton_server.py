@@ -49,10 +49,11 @@ class TritonServer:
 
     def wait_until_ready(self) -> None:
         end = time.monotonic() + START_S
-        while time.monotonic() < end and self.process.poll() is None:
+        while time.monotonic() < end and self.process.poll() is None:  # it listens for clients before it tells metrics
             try:
-                with urllib.request.urlopen(f"{self.url}/v2/health/ready", timeout=5):
-                    return
+                for url in (f"{self.url}/v2/health/ready", self.metrics_url):
+                    urllib.request.urlopen(url, timeout=5).close()
+                return
             except (urllib.error.URLError, OSError):
                 time.sleep(0.1)
         self.stop()
@@ -62,9 +63,13 @@ class TritonServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.http}"
 
+    @property
+    def metrics_url(self) -> str:
+        return f"http://127.0.0.1:{self.metrics_port}/metrics"
+
     def metrics(self) -> dict[str, float]:
         """Values of the bpkv_* families by name and labels as Prometheus writes them, without the model's."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as response:
+        with urllib.request.urlopen(self.metrics_url, timeout=10) as response:
             text = response.read().decode()
         lines = re.findall(r"^(bpkv_\w+)\{(.*)\} (\S+)$", text, re.MULTILINE)
         return {name + _without_model(labels): float(value) for name, labels, value in lines}

@@ -19,7 +19,7 @@ class Sampler:
     def setup(self, batch_size: int, config: Any) -> None:
         seed = 0 if config.random_seed is None else int(config.random_seed)
         self.config = config
-        self.generators = [torch.Generator().manual_seed(seed + row) for row in range(batch_size)]
+        self.generators = [torch.Generator().manual_seed(seed) for _ in range(batch_size)]  # each its own, all alike
 
     def forward(
         self,

@@ -125,12 +125,11 @@ def test_the_runner_of_tensorrt_llm_takes_the_session(place, loaded, prompts):
         assert row[len(prompt) :][:NEW] == expected.generated
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_step_that_fails_is_told_in_one_paragraph(place, prompts, monkeypatch, streamed):
+def test_a_step_that_fails_is_told_in_one_paragraph(place, prompts, monkeypatch):
     runner = place.open()
     monkeypatch.setattr(runner.session.runtime, "_run", lambda *given: False)
     with pytest.raises(BpkvError, match="could not go on with the batch .RuntimeError: Executing TRT engine failed"):
-        runner.generate(prompts, SamplingParams(NEW), (lambda answers: None) if streamed else None)
+        runner.generate(prompts, SamplingParams(NEW))
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a fault of the user's own"), KeyboardInterrupt()])
@@ -147,6 +146,24 @@ def test_what_a_users_callback_raises_is_the_users(place, prompts, error):
     assert kept.value is error
     seen = []
     assert [answer.tokens for answer in runner.generate(prompts, free, seen.append)] == expected == seen[-1]
+
+
+def test_a_stream_may_have_another_configuration_and_be_left(place, loaded, prompts, monkeypatch):
+    """The engine stops at that step, and what the runner does by itself is as before."""
+    runner, free = place.open(budget="0.25"), SamplingParams(NEW)
+    expected = [timeless(answer) for answer in runner.generate(prompts, free)]
+    run, runs = place.session_place.engine._run, []
+    monkeypatch.setattr(place.session_place.engine, "_run", lambda feed: (runs.append(1), run(feed))[1])
+    half = runner.configured({"budget": "0.5"})
+    stream = runner.stream(prompts, free, half)
+    _, answers = next(stream), next(stream)
+    stream.close()
+    assert len(runs) == 2 and runner.session.running_pool is None and runner.session.config == runner.config != half
+    for answer, prompt in zip(answers, prompts, strict=True):
+        assert answer.tokens == on_the_host(loaded, half, prompt, free).generated[:2] and answer.finished is None
+        (event,) = answer.events
+        assert event.entries_after == len(prompt) // 2 * 8
+    assert [timeless(answer) for answer in runner.generate(prompts, free)] == expected
 
 
 @pytest.mark.parametrize("place_of_it", ["open", "setup", "run"])

@@ -5,12 +5,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from bpkv_trt.cli import main
 from bpkv_trt.generate_command import NOT_OF_ENGINES
 from bpkv_trt.models.loading import load_model
+from bpkv_trt.profiling import RangeName
 from build_scripts.recall_text import recall_prompt
 from tests.trtllm.build_place import ROOT
 from tests.trtllm.runner_place import BUILT, LLAMA, RunnerPlace
@@ -209,8 +211,10 @@ def test_without_tensorrt_llm_it_is_told(place, prompt):
 
 
 def test_a_trace_has_every_range_of_the_session(place, prompt, tmp_path):
+    """Under the names of the torch host and of a server."""
     engine = on_engine(place, prompt, "--raw", "--trace", tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     for name, seconds in engine["timings_s"].items():
         ranges = [event["dur"] for event in events if event["ph"] == "X" and event["name"] == name]
         assert sum(ranges) / 1e6 == pytest.approx(seconds, rel=1e-6), name
+    assert {event["name"] for event in events if event["ph"] == "X"} == {*get_args(RangeName)} - {"verify"}

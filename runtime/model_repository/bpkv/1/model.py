@@ -4,21 +4,26 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
+import torch
 import triton_python_backend_utils as pb_utils
 
+from bpkv_trt.documents import check_destination
 from bpkv_trt.errors import BpkvError, QueueFull
-from bpkv_trt.models.loading import load_model
-from bpkv_trt.models.placement import device_of, dtype_of
+from bpkv_trt.models.placement import device_of
+from bpkv_trt.profiling import Trace
+from bpkv_trt.runtime.serving_host import open_batch
 from bpkv_trt.runtime.serving_loop import ServingLoop
 from bpkv_trt.runtime.serving_metrics import BOUNDS, COUNTERS, GAUGES, HISTOGRAMS, OUTCOMES, REQUESTS, ServingMetrics
 from bpkv_trt.runtime.serving_request import ServingOutput
 from bpkv_trt.runtime.triton_request import NAMES, TritonRequest, asks_to_stop, read_request, request_name
 from bpkv_trt.serving_settings import ServingSettings
+from bpkv_trt.trace_file import traced
 
 POLL_S = 0.1  # between looks whether clients have gone, which Triton does not tell by itself
 FAILED = "The server failed at this request; its log says why. Other requests are not affected."
@@ -34,7 +39,10 @@ class TritonPythonModel:
         try:
             self._settings = ServingSettings.read(folder / "model.yaml")
             published = PublishedMetrics(args["model_name"])
-            self._loop = _start(self._settings, ServingMetrics(published.observe))
+            with ExitStack() as tracing:
+                trace = tracing.enter_context(_traced(self._settings))
+                self._loop = _start(self._settings, ServingMetrics(published.observe), trace)
+                self._tracing = tracing.pop_all()
         except BpkvError as error:
             raise pb_utils.TritonModelException(" ".join(str(error).split())) from None
         self._published = published
@@ -68,6 +76,10 @@ class TritonPythonModel:
         self._loop.shutdown(timeout_s=0)
         self._ended.set()
         self._sender.join()
+        try:
+            self._tracing.close()
+        except BpkvError as error:
+            pb_utils.Logger.log_error(f"bpkv: {error}")
         del self._loop, self._published  # metrics that outlive this call make the stub of Triton 2.51 crash at its end
 
     def _take(self, request: Any, sender: Any) -> None:
@@ -125,8 +137,8 @@ class TritonPythonModel:
         self._published.publish(self._loop.metrics)
 
     def _told(self, error: BpkvError) -> str:
-        """An error in one paragraph, without the name of the model, which may be a path of this machine."""
-        return " ".join(str(error).split()).replace(self._settings.model, "the model")
+        """An error in one paragraph, without the name of what is served, which may be a path of this machine."""
+        return " ".join(str(error).split()).replace(self._settings.source, "the model")
 
 
 class PublishedMetrics:
@@ -197,18 +209,17 @@ class Answer:
             _send(self._sender, pb_utils.InferenceResponse(_outputs(text, reason, output if last else None)), last)
 
 
-def _start(settings: ServingSettings, metrics: ServingMetrics) -> ServingLoop:
-    device = device_of(settings.device)
-    loaded = load_model(settings.model, dtype=dtype_of(settings.dtype, device), device=device)
-    return ServingLoop(
-        loaded,
-        settings.config,
-        pool_bytes=settings.pool_bytes,
-        queue_limit=settings.queue_limit,
-        chunk_tokens=settings.chunk_tokens,
-        most_running=settings.most_running,
-        metrics=metrics,
-    )
+def _traced(settings: ServingSettings) -> AbstractContextManager[Trace]:
+    """A trace to the end of the model, written where the settings say so."""
+    path = None if settings.trace is None else Path(settings.trace)
+    if path is not None:
+        check_destination(path, flag="trace")
+    return traced(path, torch.cuda.synchronize if device_of(settings.device) == "cuda" else None)
+
+
+def _start(settings: ServingSettings, metrics: ServingMetrics, trace: Trace) -> ServingLoop:
+    batch, words = open_batch(settings, trace)
+    return ServingLoop(batch, words, queue_limit=settings.queue_limit, metrics=metrics)
 
 
 def _tensors(request: Any) -> Iterator[tuple[str, Any]]:
