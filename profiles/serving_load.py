@@ -4,8 +4,8 @@
 
 starts the real server (build_scripts/triton_environment.py) with the OpenAI-style front before it, once for each arm,
 and has aiperf (build_scripts/aiperf_environment.py) ask and measure. The pool has room for 8 requests of which nothing
-is evicted. The model's answers do not end by themselves, so that all are equally long. Ratios are those of one run;
-look at no single time.
+is evicted. Answers go on past the model's own end, so that all are equally long. Ratios are those of one run; look at
+no single time.
 """
 
 import argparse
@@ -22,7 +22,8 @@ from typing import Any
 
 from bpkv_trt.cli import main as bpkv
 from bpkv_trt.documents import SCHEMA_VERSION, library_versions, machine, write_json
-from bpkv_trt.models.loading import LoadedModel, load_model
+from bpkv_trt.models.loading import load_model
+from bpkv_trt.models.source import ModelSource
 from bpkv_trt.runtime.memory import pool_bytes
 from build_scripts.recall_text import recall_prompt
 from tests.serving.front import Front
@@ -61,7 +62,10 @@ def main() -> None:
         limits = ["--pool-size", f"{size // 1024}KiB", "--page-size", str(options.page_size), "--timeout-s", "7200"]
         limits += ["--chunk-tokens", str(options.chunk_tokens or prompt), "--queue-limit", str(options.concurrency)]
         for arm, policy in ARMS.items():
-            with served(folder, triton, [*limits, *policy]) as (server, front), watched(server) as running:
+            with (
+                served(folder, triton, options.model, [*limits, *policy]) as (server, front),
+                watched(server) as running,
+            ):
                 found = measure(front, folder, aiperf, options)
             arms[arm] = {"most_running": max(running), **found}
             print(arm, arms[arm], flush=True)
@@ -72,31 +76,20 @@ def main() -> None:
 
 
 def write_inputs(folder: Path, options: argparse.Namespace) -> tuple[int, int]:
-    """The model and the prompts; returns the tokens of the longest one, and the bytes that FITTING requests take."""
+    """The prompts; returns the tokens of the longest one, and the bytes that FITTING requests take."""
     loaded = load_model(options.model)
     prompts = [recall_prompt(7000 + seed, options.prompt_tokens)[0] for seed in range(options.requests)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"text": prompt}) + "\n" for prompt in prompts))
     longest = max(len(loaded.encoder.encode_raw(prompt)) for prompt in prompts)
     size = FITTING * pool_bytes(loaded, longest + options.new_tokens, options.page_size)
-    save_without_end(loaded, folder / "model")
     return longest, -(-size // 1024) * 1024
 
 
-def save_without_end(loaded: LoadedModel, folder: Path) -> None:
-    """The same model with no token that ends an answer."""
-    configs: tuple[Any, ...] = (loaded.model.config, loaded.model.generation_config)
-    for config in configs:
-        config.eos_token_id = None
-    loaded.tokenizer.eos_token = None
-    loaded.model.save_pretrained(folder)
-    loaded.tokenizer.save_pretrained(folder)
-
-
 @contextmanager
-def served(folder: Path, triton: Path, options: list[str]) -> Iterator[tuple[TritonServer, Front]]:
+def served(folder: Path, triton: Path, model: str, options: list[str]) -> Iterator[tuple[TritonServer, Front]]:
     """The real server on all cores, and the front before it; triton: the Python beside which it is."""
     models, threads = folder / "models", str(os.cpu_count())
-    made = bpkv(["model-repository", "--output", str(models), "--model", str(folder / "model"), *options])
+    made = bpkv(["model-repository", "--output", str(models), "--model", model, *options])
     assert made == 0, "the repository was not written"
     with TritonServer(triton.parent, models, folder / "log", OMP_NUM_THREADS=threads) as server:
         with Front(server.grpc) as front:
@@ -132,11 +125,11 @@ def measure(front: Front, folder: Path, aiperf: Path, options: argparse.Namespac
     """What aiperf measures of all requests; SystemExit where one failed, or was answered with fewer tokens."""
     command = [str(aiperf.parent / "aiperf"), "profile", "--ui", "none", "--no-server-metrics"]
     command += ["--model", "bpkv", "--url", front.url.removesuffix("/v1"), "--endpoint-type", "completions"]
-    command += ["--streaming", "--use-server-token-count", "--tokenizer", str(folder / "model")]
+    command += ["--streaming", "--use-server-token-count", "--tokenizer", str(ModelSource(options.model).find())]
     command += ["--input-file", str(folder / "prompts.jsonl"), "--custom-dataset-type", "single_turn"]
     command += ["--request-count", str(options.requests), "--concurrency", str(options.concurrency)]
-    command += ["--warmup-request-count", "1", "--extra-inputs", f"max_tokens:{options.new_tokens}"]
-    command += ["--artifact-dir", str(folder / "aiperf")]
+    command += ["--warmup-request-count", "1", "--artifact-dir", str(folder / "aiperf")]
+    command += ["--extra-inputs", json.dumps({"max_tokens": options.new_tokens, "ignore_eos": True})]
     # Offline, aiperf takes no tokenizer by its path either.
     online = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     done = subprocess.run(command, env=online, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
