@@ -1,6 +1,6 @@
 """What an eviction policy does for a server under load: the same requests against pools of equal bytes.
 
-    PYTHONPATH=. python profiles/serving_load.py --output profiles/results/serving_load_tiny_llama.json
+    PYTHONPATH=. python profiles/serving_load.py --output FILE
 
 starts the real server (build_scripts/triton_environment.py) with the OpenAI-style front before it, once for each arm,
 and has aiperf (build_scripts/aiperf_environment.py) ask and measure. The pool has room for 8 requests of which nothing
