@@ -20,9 +20,18 @@ PASSED = {
     "bpkv_regime": ("bpkv_regime", np.object_),
     "bpkv_timeout_s": ("bpkv_timeout_s", np.float32),
 }
-Text = Annotated[str, AfterValidator(lambda text: text.encode().decode())]  # JSON can write half a surrogate pair
+
+
+def _whole_characters(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # which JSON can write
+        raise ValueError(f"half a surrogate pair at {error.start} is no text") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_whole_characters)]
 Tokens = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # what an input of the server holds; the server has limits
-Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class _Body(BaseModel):
@@ -67,8 +76,8 @@ class Asked(_Body):
     # What changes nothing as long as it has these values
     user: str = ""
     n: Literal[1] = 1
-    presence_penalty: Zero = 0
-    frequency_penalty: Zero = 0
+    presence_penalty: Literal[0] = 0
+    frequency_penalty: Literal[0] = 0
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
 
     def inputs(self) -> Inputs:

@@ -7,6 +7,8 @@ from bpkv_trt.errors import quoted
 
 STATUS = {"INVALID_ARG": 400, "UNAVAILABLE": 503}  # by the code that the server's messages begin with; others: 500
 
+NAMES = {"sampling_param_": "", "bpkv_messages": "messages"}  # of the server's inputs: as the front's fields are called
+
 
 class Refusal(Exception):
     """A request that is not answered, or not to its end."""
@@ -19,7 +21,11 @@ class Refusal(Exception):
     def by_server(cls, message: str) -> "Refusal":
         """Of a message of the server: `CODE: what, why, what to do`, or one of Triton's own."""
         code, _, why = message.partition(": ")
-        return cls(STATUS[code], why, code=code.lower()) if code in STATUS else cls(500, message)
+        if code not in STATUS:
+            return cls(500, message)
+        for theirs, ours in NAMES.items():
+            why = why.replace(theirs, ours)
+        return cls(STATUS[code], why, code=code.lower())
 
     @classmethod
     def of_fields(cls, problems: Iterable[Mapping[str, Any]]) -> "Refusal":
@@ -28,9 +34,12 @@ class Refusal(Exception):
         if isinstance(problem.get("input"), bytes):
             return cls(400, "The body is not said to be JSON; send the header Content-Type: application/json.")
         name = ".".join(str(part) for part in problem["loc"][1:])[:100]  # the first is `body`
+        if problem["type"] == "missing":
+            return cls(400, f"{name or 'The body'} is missing; give it.", name or None)
         if problem["type"] == "extra_forbidden":
             return cls(400, f"{name} cannot be honoured by this server; leave it out.", name, "unsupported_parameter")
-        rule = problem["msg"][:1].lower() + problem["msg"][1:200]
+        told = problem["msg"].removeprefix("Value error, ")
+        rule = told[:1].lower() + told[1:200]
         return cls(400, f"{name or 'The body'} is {quoted(problem.get('input'))}: {rule}.", name or None)
 
     def body(self) -> dict[str, Any]:
