@@ -55,7 +55,7 @@ def test_an_interrupt_while_workers_are_started_leaves_none(
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(SpawnProcess, "start", interrupted_start)
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell runs us in the background
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have ignored
     try:
         with pytest.raises(KeyboardInterrupt):
             next(measured_by(echo))
