@@ -45,6 +45,8 @@ def _openai_front(options: argparse.Namespace) -> None:
         import uvicorn
 
         from bpkv_trt.openai_front.app import make_app
+    if not options.host:
+        raise ConfigError("--host is empty, which would be every address of this machine; name one, such as 127.0.0.1.")
     with _listening(options.host, options.port) as listening:
         app = make_app(options.server, options.model_name)
         place = f"http://{options.host}:{listening.getsockname()[1]}"

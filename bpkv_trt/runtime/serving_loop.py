@@ -219,6 +219,8 @@ class ServingLoop:
         self.batch.remove(client.batched)
         with self._changed:  # from here on `cancel` finds nothing; before, it is obeyed
             del self._clients[handle]
+            if handle in self._arrived:  # it came after the last look, and was over before the next one
+                self._arrived.remove(handle)
             if client.cancelled:
                 reason, text, error = "cancelled", "", None
             self._changed.notify_all()

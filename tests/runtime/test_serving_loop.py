@@ -177,6 +177,27 @@ def test_stop_tokens_end_an_answer_unless_they_are_ignored(
     assert (whole.last.finish_reason, whole.last.tokens) == ("length", 12)
 
 
+@pytest.mark.parametrize("over", ["limit", "cancelled"])
+def test_a_request_that_is_over_before_the_loop_looked_at_it_harms_nobody(
+    make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, over: str
+) -> None:
+    loop, long, short = make_loop(), Received(), Received()
+    end_what_is_due, came = loop._end_what_is_due, list[int]()
+
+    def just_before() -> None:
+        if not came:
+            came.append(loop.submit(asked(3, timeout_s=1e-9 if over == "limit" else None), short))
+            if over == "cancelled":
+                loop.cancel(came[0])
+        end_what_is_due()
+
+    monkeypatch.setattr(loop, "_end_what_is_due", just_before)
+    loop.submit(asked(2), long)
+    assert (long.last.finish_reason, long.text) == ("length", alone(asked(2)))
+    assert short.last.finish_reason == ("timeout" if over == "limit" else "cancelled")
+    assert loop.healthy
+
+
 STAGES: dict[str, tuple[type, str]] = {
     "in prefill": (TorchHost, "forward"),
     "before scoring": (Compactor, "on_context_step_end"),
