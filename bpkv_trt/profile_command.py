@@ -114,7 +114,9 @@ def _described(content: dict[str, Any]) -> dict[str, Any]:
 
 def _report(options: argparse.Namespace) -> None:
     if options.json is not None:
-        check_destination(options.json, [("PATH", options.path)])
+        check_destination(
+            options.json, [("PATH", path) for path in (options.path, *ResultsFolder(options.path).session)]
+        )
     if options.plot is not None:
         with importing("profile report --plot", "plot"):
             from bpkv_trt.latency.plots import draw_report

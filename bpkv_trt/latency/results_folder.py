@@ -30,6 +30,11 @@ class ResultsFolder:
         self.report = path / "report.json"
         self.report_text = path / "report.txt"
 
+    @property
+    def session(self) -> tuple[Path, ...]:
+        """What a session left, of which the report is made."""
+        return self.environment, self.profile, self.runs, self.trace, self.nsys_report, self.nsys_database
+
     def check_new(self) -> None:
         """Raise InputError where results could not be written, or others are there."""
         check_directory(self.path)
