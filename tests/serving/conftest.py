@@ -23,3 +23,11 @@ def serve(tritonserver: Path, tmp_path_factory: pytest.TempPathFactory) -> Serve
             yield server
 
     return started
+
+
+@pytest.fixture
+def every_page_comes_back(server: TritonServer) -> Iterator[None]:
+    """After a test of a file's own `server`, to which nothing is left."""
+    yield
+    left = server.metrics_when("bpkv_running", 0)
+    assert left["bpkv_pages_live"] == 0 and left["bpkv_queue_length"] == 0 and left["bpkv_healthy"] == 1

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from bpkv_trt.errors import BpkvError, ConfigError, InputError, QueueFull
-from bpkv_trt.models.loading import load_model
 from bpkv_trt.models.stop_tokens import stop_tokens_of
 from bpkv_trt.models.tokenizers import load_tokenizer
 from bpkv_trt.runtime.engine import Engine, make_pool
@@ -24,21 +23,9 @@ from bpkv_trt.runtime.serving_request import ServingOutput, ServingRequest
 from bpkv_trt.serving_settings import ServingSettings
 from build_scripts.recall_text import recall_prompt
 from tests.runtime.received import PATIENCE, Received
-from tests.trtllm.runner_place import LLAMA, RunnerPlace
+from tests.trtllm.runner_place import LLAMA
 
 OPTIONS = {"budget": "0.25", "interval": 12, "generation_budget": "14t"}  # of the server, in place of the engine's
-
-
-@pytest.fixture(scope="module")
-def place(trt, tensorrt_10, tmp_path_factory):
-    made = RunnerPlace(trt, tensorrt_10, tmp_path_factory.mktemp("runner"))
-    with made.installed():
-        yield made
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return load_model(str(LLAMA))
 
 
 @pytest.fixture(scope="module")

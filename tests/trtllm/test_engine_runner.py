@@ -12,7 +12,6 @@ import torch
 
 from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import BpkvError, ConfigError, InputError
-from bpkv_trt.models.loading import load_model
 from bpkv_trt.runtime import engine_runner
 from bpkv_trt.runtime.engine import Engine, make_pool
 from bpkv_trt.runtime.engine_runner import EngineRunner, find_gpu, sampling_config, stop_words
@@ -20,21 +19,9 @@ from bpkv_trt.runtime.generator import Generator
 from bpkv_trt.runtime.sampling import SamplingParams
 from bpkv_trt.trtllm.projections import Projections
 from build_scripts.recall_text import recall_prompt
-from tests.trtllm.runner_place import BUILT, LIMITS, LLAMA, RunnerPlace
+from tests.trtllm.runner_place import BUILT, LIMITS
 
 NEW = 6
-
-
-@pytest.fixture(scope="module")
-def place(trt, tensorrt_10, tmp_path_factory):
-    made = RunnerPlace(trt, tensorrt_10, tmp_path_factory.mktemp("runner"))
-    with made.installed():
-        yield made
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    return load_model(str(LLAMA))
 
 
 @pytest.fixture(scope="module")

@@ -15,18 +15,11 @@ from bpkv_trt.models.loading import load_model
 from bpkv_trt.profiling import RangeName
 from build_scripts.recall_text import recall_prompt
 from tests.trtllm.build_place import ROOT
-from tests.trtllm.runner_place import BUILT, LLAMA, RunnerPlace
+from tests.trtllm.runner_place import BUILT, LLAMA
 
 TEXT, _ = recall_prompt(11, 250)
 ON_A_CPU = ["--scope", "head", "--readout", "direct", "--lookahead", "0", "--rehearsal", "0"]
 ON_A_CPU += [word for name, value in BUILT.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-
-
-@pytest.fixture(scope="module")
-def place(trt, tensorrt_10, tmp_path_factory):
-    made = RunnerPlace(trt, tensorrt_10, tmp_path_factory.mktemp("runner"))
-    with made.installed():
-        yield made
 
 
 @pytest.fixture

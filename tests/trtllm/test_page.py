@@ -17,7 +17,7 @@ from bpkv_trt.kernels.aot import TARGETS
 from bpkv_trt.trtllm.settings import ONLY
 from build_scripts.recall_text import recall_prompt
 from tests.trtllm.build_place import ROOT, BuildPlace, save_library
-from tests.trtllm.runner_place import LLAMA, RunnerPlace
+from tests.trtllm.runner_place import LLAMA
 from tests.trtllm.test_build_scripts import save_model
 
 PAGE = ROOT / "build_scripts" / "README.md"
@@ -93,13 +93,6 @@ def path_with_commands(folder):
         (binaries / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
         (binaries / name).chmod(0o755)
     return f"{binaries}{os.pathsep}{os.environ['PATH']}"
-
-
-@pytest.fixture(scope="module")
-def place(trt, tensorrt_10, tmp_path_factory):
-    made = RunnerPlace(trt, tensorrt_10, tmp_path_factory.mktemp("runner"))
-    with made.installed():
-        yield made
 
 
 @pytest.fixture
