@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from bpkv_trt.core.budget import parse_bytes
-from bpkv_trt.documents import check_destination, check_directory, usable_cores
+from bpkv_trt.documents import check_destination, usable_cores
 from bpkv_trt.errors import ConfigError
 from bpkv_trt.options import MODEL_HELP, add_config_options, add_placement_options, config_from, file_path, importing
 from bpkv_trt.progress import progress_on
@@ -62,8 +62,9 @@ def _compare(options: argparse.Namespace) -> None:
         raise ConfigError("--overwrite replaces what is at the OUT of --json, which is not given; give it, or neither.")
     if options.plot is not None:
         with importing("compare --plot", "plot"):
-            from bpkv_trt.evaluation.plots import draw_all
-        check_directory(options.plot)
+            from bpkv_trt.evaluation.plots import NAMES, draw_all
+            from bpkv_trt.picture import check_pictures
+        check_pictures(options.plot, NAMES)
     jobs = _jobs(options.jobs)
     with importing("compare"):
         from bpkv_trt.compare import run_compare

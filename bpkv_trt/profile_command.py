@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bpkv_trt.documents import SCHEMA_VERSION, check_destination, check_directory, deliver, library_versions, machine
+from bpkv_trt.documents import SCHEMA_VERSION, check_destination, deliver, library_versions, machine
 from bpkv_trt.errors import BpkvError
 from bpkv_trt.evaluation.provenance import commit
 from bpkv_trt.latency.nsys_command import Nsys, exporting, recorded_command, recording
@@ -119,8 +119,9 @@ def _report(options: argparse.Namespace) -> None:
         )
     if options.plot is not None:
         with importing("profile report --plot", "plot"):
-            from bpkv_trt.latency.plots import draw_report
-        check_directory(options.plot)
+            from bpkv_trt.latency.plots import NAMES, draw_report
+            from bpkv_trt.picture import check_pictures
+        check_pictures(options.plot, NAMES)
     report = report_on(options.path, options.domain)
     deliver(lambda: _print(report), options.json, report.document)
     for picture in draw_report(report, options.plot) if options.plot is not None else ():

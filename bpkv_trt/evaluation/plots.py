@@ -33,6 +33,7 @@ MARKERS = ("o", "s", "^", "D", "v")  # with the colours they tell 40 contenders 
 COLUMNS = 4  # panels side by side
 POINTS = 3000  # of one scatter; more hide one another
 BINS = 10
+NAMES = ("kl_*", "accuracy_*", "retention_*", "masks_*")  # of the pictures: by regime
 SHIFT = 0.012  # of the share, between contenders side by side
 
 

@@ -32,6 +32,8 @@ PANELS: dict[Measured, tuple[str, Panels]] = {
     "answers": ("latency_against_budget", ANSWERS),
     "loads": ("load_against_budget", LOADS),
 }
+TIMELINE = "timeline"
+NAMES = (*(name for name, _ in PANELS.values()), TIMELINE)  # of all pictures that there can be
 MOST_BARS = 20_000  # of a timeline; more hide one another
 
 
@@ -50,7 +52,7 @@ def _figures(report: Report) -> Iterator[tuple[str, Figure]]:
     if measured is not None and len(report.document["budgets"]) > 1:
         name, panels = PANELS[measured]
         yield name, against_budget(report.document["budgets"], panels)
-    yield "timeline", timeline(report.timed)
+    yield TIMELINE, timeline(report.timed)
 
 
 def against_budget(rows: Sequence[dict[str, Any]], panels: Panels) -> Figure:

@@ -297,6 +297,10 @@ def test_places_that_cannot_be_written_to(tmp_path: Path, capsys: pytest.Capture
     assert "is a file" in refused(capsys, "--plot", str(tmp_path / "file"))
     assert "does not exist" in refused(capsys, "--plot", str(tmp_path / "absent" / "plots"))
     assert "cannot be written to" in refused(capsys, "--plot", "/proc/plots")
+    for name in ("kl_prefill.png", "accuracy_deferred.png", "retention_generation.png", "masks_random_prefill.png"):
+        (tmp_path / name).write_text("theirs")
+        assert f"{name} is there and was not drawn by bpkv" in refused(capsys, "--plot", str(tmp_path))
+        (tmp_path / name).unlink()
     assert "is a directory" in refused(capsys, "--json", str(tmp_path))
     assert "--json" in refused(capsys, "--overwrite")
 

@@ -1,5 +1,6 @@
 """`bpkv profile` end to end on a trained model: a session, its folder and report; a script plays Nsight Systems."""
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from matplotlib.figure import Figure
 
 from bpkv_trt.cli import main
 from bpkv_trt.latency import answer_run, session
@@ -271,3 +273,24 @@ def test_a_trace_alone_has_a_timeline_and_no_budgets(tmp_path: Path, capsys: pyt
                                 "payload", "kernels-ms"]  # fmt: skip
     assert lines[3].split() == ["decode", "1", "0.005", "0.005", "0.000", "100.0%", "0.005", "0.005", "0", "0.000"]
     assert [path.name for path in (tmp_path / "p").iterdir()] == ["timeline.png"]
+
+
+def test_pictures_of_others_stay_and_ours_are_drawn_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    event = {"name": "decode", "cat": "bpkv", "ph": "X", "pid": 1, "tid": 1, "ts": 10, "dur": 5, "args": {}}
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [event]}))
+    pictures = tmp_path / "p"
+    report = ["report", str(tmp_path / "trace.json"), "--plot", str(pictures)]
+    assert main(["profile", *report]) == 0
+    drawn = (pictures / "timeline.png").read_bytes()
+    assert main(["profile", *report]) == 0 and (pictures / "timeline.png").read_bytes() == drawn
+    theirs = io.BytesIO()
+    Figure().savefig(theirs)
+    (pictures / "timeline.png").unlink()
+    for content in (b"", b"mine", drawn[:20], theirs.getvalue()):
+        for name in ("timeline.png", "load_against_budget.png"):
+            (pictures / name).write_bytes(content)
+            assert f"{name} is there and was not drawn by bpkv" in refusal(capsys, *report)
+            assert [(path.name, path.read_bytes()) for path in pictures.iterdir()] == [(name, content)]
+            (pictures / name).unlink()
+    (pictures / "mine.png").write_bytes(b"mine")
+    assert main(["profile", *report]) == 0 and (pictures / "timeline.png").read_bytes() == drawn

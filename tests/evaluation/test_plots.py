@@ -13,6 +13,7 @@ from bpkv_trt.errors import InputError
 from bpkv_trt.evaluation import plots
 from bpkv_trt.evaluation.cells import measure_sample
 from bpkv_trt.evaluation.results import result_document
+from bpkv_trt.picture import check_pictures
 from tests.evaluation.small_comparison import comparison, tiny_llama
 
 
@@ -30,6 +31,13 @@ def test_every_picture_is_drawn(document: dict[str, Any], tmp_path: Path) -> Non
     for file in files:
         picture = image.imread(file)
         assert picture.shape[0] > 200 and picture.shape[1] > 200 and len(np.unique(picture)) > 20
+    check_pictures(tmp_path / "plots", plots.NAMES)
+    for file in files:
+        drawn = file.read_bytes()
+        file.write_bytes(b"theirs")
+        with pytest.raises(InputError, match=f"{file.name} is there and was not drawn by bpkv"):
+            check_pictures(tmp_path / "plots", plots.NAMES)
+        file.write_bytes(drawn)
 
 
 def test_a_full_disk_is_told_with_the_picture_s_name_and_leaves_no_part_of_it(
