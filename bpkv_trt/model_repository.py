@@ -1,6 +1,7 @@
 """`bpkv model-repository`: a folder that Triton Inference Server serves a model from."""
 
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -11,6 +12,7 @@ from bpkv_trt.serving_settings import ServingSettings
 
 MODEL_NAME = "bpkv"
 SETTINGS = Path("1", "model.yaml")  # within the model's folder
+FILES = {Path("config.pbtxt"), Path("1", "model.py"), SETTINGS}
 
 
 def template() -> Path:
@@ -23,7 +25,7 @@ def template() -> Path:
 def write_repository(output: Path, settings: ServingSettings) -> Path:
     """Write the model's folder into `output`, made where it is missing; returns it.
 
-    One of ours that is there is replaced, whole; anything else raises InputError, with nothing changed.
+    One of ours that is there is replaced; anything else raises InputError, with nothing changed.
     """
     folder = output / MODEL_NAME
     check_output(output)
@@ -53,22 +55,36 @@ def _exchange(made: Path, folder: Path, replaced: Path) -> None:
 
 
 def check_output(output: Path) -> None:
-    """Raise InputError where a repository must not be written."""
+    """Raise InputError where a repository must not be written, or no server could be started on it."""
     folder = output / MODEL_NAME
+    if not re.fullmatch("[A-Za-z0-9_./+=,@:%-]+", str(output.resolve())):  # as in launch.sh
+        raise InputError(
+            f"The output is {output.resolve()}, and Triton starts no model from a path with blanks, quotes or letters "
+            "beyond ASCII; give another --output."
+        )
     if output.exists() and not output.is_dir():
         raise InputError(f"The output {output} is a file; give a folder to --output.")
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise InputError(f"{folder} is there and is no folder of bpkv, so it is left as it is; move it away.")
-    if folder.is_dir() and any(folder.iterdir()) and not _is_ours(folder):
+    if folder.is_dir():
+        _check_ours(folder)
+
+
+def _check_ours(folder: Path) -> None:
+    """Raise InputError unless nothing is lost by replacing a folder."""
+    files = {path for path in folder.rglob("*") if not path.is_dir()}
+    made = {path for path in files if path.parent == folder / "1" / "__pycache__"}  # by a server's Python
+    others = sorted({path.relative_to(folder) for path in files - made} - FILES)
+    try:
+        if files:
+            ServingSettings.read(folder / SETTINGS)
+    except ConfigError:
         raise InputError(
             f"{folder} is there and was not written by `bpkv model-repository`, so it is left as it is; give another "
             "--output, or move that folder away."
+        ) from None
+    if others:
+        raise InputError(
+            f"{folder / others[0]} is there and was not written by `bpkv model-repository`, so nothing is replaced; "
+            "move it away, or give another --output."
         )
-
-
-def _is_ours(folder: Path) -> bool:
-    try:
-        ServingSettings.read(folder / SETTINGS)
-    except ConfigError:
-        return False
-    return True

@@ -34,7 +34,7 @@ def check_pictures(directory: Path, names: Iterable[str]) -> None:
 def _is_ours(path: Path) -> bool:
     try:
         with Image.open(path) as picture:
-            return MARK.items() <= picture.info.items()
+            return bool(MARK.items() <= picture.info.items())
     except (OSError, ValueError, SyntaxError):  # what Pillow makes of files that are no pictures
         return False
 

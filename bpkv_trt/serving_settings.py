@@ -50,6 +50,12 @@ class ServingSettings:
         for name in ("model", "dtype", "device", "engine", "tokenizer", "plugin_lib"):
             if not isinstance(getattr(self, name), str | None):
                 raise ConfigError(f"{name} is {quoted(getattr(self, name))}; give a name.")
+        for name, value in {**vars(self), **self.options}.items():
+            if isinstance(value, str) and not value.isascii():
+                raise ConfigError(
+                    f"{name} is {value}, and the Python in Triton finds no files with letters beyond ASCII; give "
+                    "another name, such as that of a link."
+                )
         if not isinstance(self.bounded_cache, bool):
             raise ConfigError(f"bounded_cache is {quoted(self.bounded_cache)}; give true or false.")
         if self.trace is not None and not (isinstance(self.trace, str) and Path(self.trace).is_absolute()):

@@ -9,9 +9,8 @@
 # Ends with the server's exit code, or with 70 where the model's process died: whatever watches this script, such as
 # systemd or Docker, then starts it again. (The server itself would answer errors from there on, and call itself ready.)
 set -euo pipefail
+shopt -s globasciiranges
 
-repository=${1:?"usage: runtime/launch.sh REPOSITORY [further options of tritonserver]"}
-shift
 server=${TRITONSERVER:-tritonserver}
 host=${BPKV_HOST:-127.0.0.1}
 key=${BPKV_ADMIN_KEY:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')} # nobody knows it where none was given
@@ -22,11 +21,19 @@ fail() {
   echo "launch.sh: $1" >&2
   exit 2
 }
+[ $# -gt 0 ] || fail "give a repository: runtime/launch.sh REPOSITORY [further options of tritonserver]"
+repository=$1
+shift
+for name in HTTP_PORT GRPC_PORT METRICS_PORT EXIT_TIMEOUT_S; do
+  number=BPKV_$name
+  [[ ${!number:-0} =~ ^[0-9]{1,9}$ ]] || fail "$number is ${!number}; give a whole number"
+done
 [ -f "$repository/bpkv/config.pbtxt" ] || fail "$repository holds no model; write one with: bpkv model-repository --output $repository --model M"
 # Without it the server waits for ever.
 [ -f "$repository/bpkv/1/model.py" ] || fail "$repository/bpkv/1/model.py is missing; write the repository again"
-command -v "$server" > /dev/null || fail "there is no $server on PATH; install Triton Inference Server, or see docs/serving.md"
 repository=$(realpath "$repository")
+[[ $repository != *[!A-Za-z0-9_./+=,@:%-]* ]] || fail "$repository has blanks, quotes or letters beyond ASCII, from which Triton starts no model; move it"
+command -v "$server" > /dev/null || fail "there is no $server on PATH; install Triton Inference Server, or see docs/serving.md"
 server=$(realpath -s "$(command -v "$server")")
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -17,7 +17,7 @@ from bpkv_trt.pool.storage import pages_of
 from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.compactor import Compactor
 from bpkv_trt.runtime.event import CompactionEvent
-from bpkv_trt.runtime.memory import pool_bytes
+from bpkv_trt.runtime.memory import free_bytes, pool_bytes
 from bpkv_trt.runtime.remembered_statistics import Memory, RememberedStatistics
 from bpkv_trt.runtime.scratch import scratch_rows
 from bpkv_trt.runtime.step import Chunk
@@ -159,7 +159,16 @@ def make_pool(
 
 
 def make_pool_within(loaded: HostedModel, size: int, page_size: int, *, poison: bool = False) -> PagedKvPool:
-    """A pool of at most `size` bytes, keys, values and positions counted; InputError where that is less than a page."""
+    """A pool of at most `size` bytes, keys, values and positions counted.
+
+    Raises InputError where that is less than a page, or more than the device has free.
+    """
+    device = loaded.model.device
+    if size > (free := free_bytes(device)):
+        raise InputError(
+            f"The pool is given {size / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free on {device} beside the "
+            "model; give it less."
+        )
     pages = size // (pool_bytes(loaded, page_size, page_size) // (loaded.traits.layers * loaded.traits.kv_heads))
     if pages < 1:
         raise InputError(

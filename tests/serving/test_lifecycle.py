@@ -2,10 +2,11 @@
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,47 +31,37 @@ def repository(tmp_path: Path) -> Path:
     return folder
 
 
-def damage_settings(folder: Path) -> None:
-    (folder / "bpkv" / "1" / "model.yaml").write_text("model: [")
+SETTINGS, CODE, DESCRIPTION = Path("1", "model.yaml"), Path("1", "model.py"), Path("config.pbtxt")
+# What is done to a file, as a pattern and what takes the place of what it matches; what the server says then.
+DAMAGES = {
+    "settings": (SETTINGS, ".+", "model: [", "is not valid YAML"),
+    "no page": (SETTINGS, "pool_bytes: .*?$", "pool_bytes: 100", "less than one page"),
+    "no memory": (SETTINGS, "pool_bytes: .*?$", "pool_bytes: 99999999999999999", "MiB are free on cpu"),
+    "another model": (SETTINGS, "tiny-llama", "no-llama", "There is no model at"),
+    "letters": (SETTINGS, "tiny-llama", "ünï-llama", "with letters beyond ASCII"),
+    "code": (CODE, ".+", "def", "SyntaxError|invalid syntax"),
+    "no code": (CODE, ".+", None, "model.py is missing"),
+    "unknown field": (DESCRIPTION, ".+", 'name: "bpkv" backend: "python" colour: "red"', "colour"),
+    "empty": (DESCRIPTION, ".+", "", "differs at its input bpkv_budget"),
+    "one less": (DESCRIPTION, r"^ *\{ name: .bpkv_policy.*?\n", "", "differs at its input bpkv_policy"),
+    "another type": (DESCRIPTION, "TYPE_UINT64", "TYPE_INT64", "differs at its input sampling_param_seed"),
+    "needed": (DESCRIPTION, " optional: true }, #", " }, #", "differs at its input text_input"),
+    "no output": (DESCRIPTION, '"finish_reason"', '"finished"', "differs at its output finish"),
+    "two": (DESCRIPTION, "count: 1", "count: 2", "more than one instance"),
+    "coupled": (DESCRIPTION, "decoupled: true", "decoupled: false", "no decoupled: true"),
+    "batches": (DESCRIPTION, "max_batch_size: 0", "max_batch_size: 4", "max_batch_size other than 0"),
+}
 
 
-def want_too_little(folder: Path) -> None:
-    settings = folder / "bpkv" / "1" / "model.yaml"
-    settings.write_text(settings.read_text().replace("16777216", "100"))
-
-
-def move_the_model(folder: Path) -> None:
-    settings = folder / "bpkv" / "1" / "model.yaml"
-    settings.write_text(settings.read_text().replace("tiny-llama", "no-llama"))
-
-
-def damage_code(folder: Path) -> None:
-    (folder / "bpkv" / "1" / "model.py").write_text("def")
-
-
-def damage_description(folder: Path) -> None:
-    (folder / "bpkv" / "config.pbtxt").write_text('name: "bpkv" backend: "python" colour: "red"')
-
-
-def lose_code(folder: Path) -> None:
-    (folder / "bpkv" / "1" / "model.py").unlink()
-
-
-DAMAGES = [
-    (damage_settings, "is not valid YAML"),
-    (want_too_little, "pool"),
-    (move_the_model, "There is no model at"),
-    (damage_code, "SyntaxError|invalid syntax"),
-    (damage_description, "colour"),
-    (lose_code, "model.py is missing"),
-]
-
-
-@pytest.mark.parametrize("damage, told", DAMAGES, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_repository_ends_the_server_with_the_reason(
-    tritonserver: Path, repository: Path, tmp_path: Path, damage: Callable[[Path], None], told: str
+    tritonserver: Path, repository: Path, tmp_path: Path, name: str
 ) -> None:
-    damage(repository)
+    file, pattern, put, told = DAMAGES[name]
+    path = repository / "bpkv" / file
+    content, found = re.subn(pattern, put or "", path.read_text(), count=1, flags=re.MULTILINE | re.DOTALL)
+    assert found == 1
+    path.unlink() if put is None else path.write_text(content)
     server = TritonServer(tritonserver, repository, tmp_path / "log")
     assert server.process.wait(120) in (1, 2)
     log = (tmp_path / "log").read_text(errors="replace")
@@ -79,11 +70,19 @@ def test_a_damaged_repository_ends_the_server_with_the_reason(
 
 
 def test_launching_says_what_is_missing(tmp_path: Path, repository: Path) -> None:
-    for folder, path, told in (
-        (tmp_path, os.environ["PATH"], "holds no model; write one with: bpkv model-repository"),
-        (repository, "/usr/bin:/bin", "there is no tritonserver on PATH"),
+    with_blanks = shutil.copytree(repository, tmp_path / "with blanks")
+    with_letters = shutil.copytree(repository, tmp_path / "ünï")
+    path = {"PATH": os.environ["PATH"]}
+    for arguments, environment, told in (
+        ([], path, "give a repository: "),
+        ([tmp_path], path, "holds no model; write one with: bpkv model-repository"),
+        ([with_blanks], path, "Triton starts no model"),
+        ([with_letters], path, "Triton starts no model"),
+        ([repository], {"PATH": "/usr/bin:/bin"}, "there is no tritonserver on PATH"),
+        ([repository], {**path, "BPKV_HTTP_PORT": "http"}, "BPKV_HTTP_PORT is http; give a whole number"),
+        ([repository], {**path, "BPKV_EXIT_TIMEOUT_S": "-1"}, "BPKV_EXIT_TIMEOUT_S is -1; give a whole number"),
     ):
-        done = subprocess.run([LAUNCH, folder], env={"PATH": path}, capture_output=True, text=True, timeout=30)
+        done = subprocess.run([LAUNCH, *arguments], env=environment, capture_output=True, text=True, timeout=30)
         assert done.returncode == 2 and told in done.stderr and done.stderr.count("\n") == 1
 
 
@@ -158,7 +157,7 @@ def test_a_killed_model_is_told_and_ends_the_server_to_be_started_again(
         assert server.process.wait(60) == DIED and not server.shared_memory()
         with pytest.raises(OSError):
             running.result(60)
-    lose_code(repository)  # and what was damaged meanwhile is written again by the same command
+    (repository / "bpkv" / CODE).unlink()  # and what was damaged meanwhile is written again by the same command
     assert main(["model-repository", "--output", str(repository), "--model", str(TINY), "--budget", "0.3"]) == 0
     with TritonServer(tritonserver, repository, tmp_path / "log") as again:
         assert generate(again, TEXT, bpkv_raw=True, sampling_param_max_tokens=5).text == alone(TEXT, "0.3", 5)[0]

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -48,12 +49,53 @@ def test_the_description_has_every_input_that_is_read_and_no_other() -> None:
     assert "decoupled: true" in inputs and len(re.findall("data_type", outputs)) == 7
 
 
-def test_one_of_ours_is_replaced_and_nothing_of_it_stays(tmp_path: Path) -> None:
+def test_one_of_ours_is_replaced(tmp_path: Path) -> None:
     assert main([*COMMAND, "--output", str(tmp_path), "--budget", "0.3"]) == 0
-    (tmp_path / "bpkv" / "1" / "old.txt").write_text("old")
+    (tmp_path / "bpkv" / "1" / "__pycache__").mkdir()  # a server leaves it
+    (tmp_path / "bpkv" / "1" / "__pycache__" / "model.cpython-311.pyc").write_bytes(b"code")
     assert main([*COMMAND, "--output", str(tmp_path), "--budget", "0.4"]) == 0
     assert ServingSettings.read(tmp_path / "bpkv" / "1" / "model.yaml").config == BpkvConfig(budget="0.4")
-    assert not (tmp_path / "bpkv" / "1" / "old.txt").exists() and list(tmp_path.iterdir()) == [tmp_path / "bpkv"]
+    assert not (tmp_path / "bpkv" / "1" / "__pycache__").exists() and list(tmp_path.iterdir()) == [tmp_path / "bpkv"]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "2/model.py", "1/tokenizer.json", "1/x/__pycache__/y.pyc", ".hidden"])
+def test_what_a_user_put_into_one_of_ours_is_not_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert main([*COMMAND, "--output", str(tmp_path), "--budget", "0.3"]) == 0
+    capsys.readouterr()
+    (tmp_path / "bpkv" / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "bpkv" / name).symlink_to("nowhere")
+    told = refused(capsys, "--model", str(TINY), "--output", str(tmp_path), "--budget", "0.4")
+    assert f"{name} is there and was not written by" in told and (tmp_path / "bpkv" / name).is_symlink()
+    assert ServingSettings.read(tmp_path / "bpkv" / "1" / "model.yaml").config == BpkvConfig(budget="0.3")
+
+
+@pytest.mark.parametrize("name", ["sp ace", "ünï", "a'b", 'a"b', "a$b", "a;b", "a(b", "a\nb"])
+def test_a_path_that_no_server_starts_from_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    for output in (str(tmp_path / name), str(tmp_path / name / "models")):
+        assert "Triton starts no model from a path" in refused(capsys, "--model", str(TINY), "--output", output)
+    monkeypatch.chdir(tmp_path / name)
+    assert "Triton starts no model from a path" in refused(capsys, "--model", str(TINY), "--output", "models")
+    assert [*(tmp_path / name).iterdir()] == []
+
+
+def test_names_that_the_server_s_python_cannot_read_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, table = tmp_path / "mödel", tmp_path / "täble.json"
+    shutil.copytree(TINY, model)
+    table.write_text('{"weights": [1, 1, 1, 1]}')
+    for options in (
+        ["--model", str(model)],
+        ["--model", str(TINY), "--policy", "snapkv", "--layer-table", str(table)],
+        ["--model", str(TINY), "--trace", str(tmp_path / "träce.json")],
+    ):
+        assert "with letters beyond ASCII" in refused(capsys, "--output", str(tmp_path / "models"), *options)
+    assert not (tmp_path / "models").exists()
 
 
 def test_other_models_beside_it_stay(tmp_path: Path) -> None:
@@ -131,7 +173,7 @@ def test_what_no_server_could_serve_is_refused_now(
 
 
 def test_settings_come_back_as_they_were_written(tmp_path: Path) -> None:
-    config = BpkvConfig(budget="64MiB", policy="ripplekv", layer_table=tmp_path / "ünïcode.json")
+    config = BpkvConfig(budget="64MiB", policy="ripplekv", layer_table=tmp_path / "table.json")
     options = config.model_dump(mode="json", exclude_unset=True)
     settings = ServingSettings("smollm2", options, pool_bytes=7, timeout_s=0.5, trace="/a/b")
     (tmp_path / "model.yaml").write_text(settings.to_yaml(), encoding="utf-8")
@@ -149,6 +191,7 @@ def test_settings_come_back_as_they_were_written(tmp_path: Path) -> None:
         ("dtype: 3", "give a name"),
         ("trace: trace.json", "full path of a file"),
         ("trace: 3", "full path of a file"),
+        ("trace: /é", "with letters beyond ASCII"),
         ("compression: {budgt: 1}", "did you mean budget"),
         ("compression: [1]", "mapping under compression"),
         ("x: !!python/object/apply:os.system [ls]", "not valid YAML"),

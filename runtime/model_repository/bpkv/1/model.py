@@ -15,6 +15,7 @@ import triton_python_backend_utils as pb_utils
 
 from bpkv_trt.documents import check_destination
 from bpkv_trt.errors import BpkvError, QueueFull
+from bpkv_trt.model_description import check_description
 from bpkv_trt.models.placement import device_of
 from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.serving_host import open_batch
@@ -37,6 +38,7 @@ class TritonPythonModel:
         """Load the model and start the loop; what is wrong with the repository is the server's message at start."""
         folder = Path(args["model_repository"]) / args["model_version"]
         try:
+            check_description(json.loads(args["model_config"]))
             self._settings = ServingSettings.read(folder / "model.yaml")
             published = PublishedMetrics(args["model_name"])
             with ExitStack() as tracing:
