@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -52,6 +52,16 @@ def parse_budget(text: str, what: str) -> Budget:
             raise
         Budget.parse(near, what)  # wrong in other ways too
         raise ConfigError(f"{what} is {text!r}, and units go by letter case; did you mean {near}?") from None
+
+
+def check_budgets(texts: Sequence[str]) -> None:
+    """Raise ConfigError where one of several `budgets` is none, or is given twice, be it in other words."""
+    first: dict[Budget, str] = {}
+    for text in texts:
+        budget = parse_budget(text, "budgets")
+        if budget in first:
+            raise ConfigError(f"budgets has {first[budget]} and {text}, which are the same; give each once.")
+        first[budget] = text
 
 
 def _regimes(value: object) -> tuple[Regime, ...]:
@@ -280,6 +290,8 @@ def paragraph(error: ValidationError, options: Collection[str]) -> str:
         name = ".".join(map(str, problem["loc"]))
         if problem["type"] == "extra_forbidden":
             sentences.append(_no_option(name, options))
+        elif problem["type"] == "missing":
+            sentences.append(f"{name} is missing; give it.")
         else:
             rule = problem["msg"][0].lower() + problem["msg"][1:]
             sentences.append(f"{name} is {quoted(problem['input'])}: {rule}.")

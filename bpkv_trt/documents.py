@@ -109,13 +109,14 @@ def check_destination(
             f"The output {path} is there and is no document of bpkv, so it is left as it is; give another name, or "
             "move that file away."
         )
-    if not path.parent.is_dir():
-        raise InputError(f"The directory {path.parent} for the output {path.name} does not exist; create it first.")
+    folder = (path.resolve() if path.is_symlink() else path).parent  # a link stays one, what it leads to is written
+    if not folder.is_dir():
+        raise InputError(f"The directory {folder} for the output {path.name} does not exist; create it first.")
     try:
-        tempfile.TemporaryFile(dir=path.parent).close()  # asking for permission answers wrongly for root
+        tempfile.TemporaryFile(dir=folder).close()  # asking for permission answers wrongly for root
     except OSError as error:
         raise InputError(
-            f"The directory {path.parent} cannot be written to ({error.strerror}); choose another one for {path.name}."
+            f"The directory {folder} cannot be written to ({error.strerror}); choose another one for {path.name}."
         ) from None
 
 
@@ -152,6 +153,8 @@ def check_directory(path: Path) -> None:
 
     It may be missing where its parent is there: then it can be made.
     """
+    if path.is_symlink() and not path.exists():
+        raise InputError(f"The directory {path} is a link to {path.readlink()}, where nothing is; give another name.")
     if path.exists() and not path.is_dir():
         raise InputError(f"The directory {path} is a file; give the name of a directory.")
     place = path if path.is_dir() else path.parent

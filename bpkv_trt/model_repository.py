@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import bpkv_trt
+from bpkv_trt.documents import check_directory
 from bpkv_trt.errors import ConfigError, InputError
 from bpkv_trt.serving_settings import ServingSettings
 
@@ -62,8 +63,7 @@ def check_output(output: Path) -> None:
             f"The output is {output.resolve()}, and Triton starts no model from a path with blanks, quotes or letters "
             "beyond ASCII; give another --output."
         )
-    if output.exists() and not output.is_dir():
-        raise InputError(f"The output {output} is a file; give a folder to --output.")
+    check_directory(next(place for place in (output, *output.absolute().parents) if os.path.lexists(place)))
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise InputError(f"{folder} is there and is no folder of bpkv, so it is left as it is; move it away.")
     if folder.is_dir():

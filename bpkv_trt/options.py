@@ -22,7 +22,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; `{self.prog} --help` lists the options.")
+        raise ConfigError(f"{message:.500}; `{self.prog} --help` lists the options.")
 
 
 def file_path(text: str) -> Path:

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bpkv_trt.config import BpkvConfig, parse_budget
-from bpkv_trt.core.budget import Budget
+from bpkv_trt.config import BpkvConfig, check_budgets, parse_budget
 from bpkv_trt.errors import ConfigError
 from bpkv_trt.evaluation.contender import Contender
 from bpkv_trt.policies.registry import policy_class, refuse_idle, settled
@@ -36,7 +35,7 @@ def arms_of(
     for what, given in (("regime", named), ("budgets", list(budgets))):
         if twice := [each for each in dict.fromkeys(given) if given.count(each) > 1]:
             raise ConfigError(f"{what} has {', '.join(twice)} more than once; give each once.")
-    _check_budgets(budgets)
+    check_budgets(budgets)
     arms = tuple(
         _arm(contender, common, regime, budget) for contender in contenders for regime in named for budget in budgets
     )
@@ -53,13 +52,6 @@ def refuse_idle_options(contenders: Sequence[Contender], common: BpkvConfig, arm
             refuse_idle(contender.options, [arm.config for arm in arms if arm.contender == contender.label])
         except ConfigError as error:
             raise ConfigError(f"In the contender {contender.label}: {error}") from None
-
-
-def _check_budgets(budgets: Sequence[str]) -> None:
-    first: dict[Budget, str] = {}
-    for text in budgets:
-        if (same := first.setdefault(parse_budget(text, "budgets"), text)) is not text:
-            raise ConfigError(f"budgets has {same} and {text}, which are the same; give each once.")
 
 
 def _check_contenders(arms: Sequence[Arm]) -> None:

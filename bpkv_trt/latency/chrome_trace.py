@@ -36,15 +36,19 @@ def read_chrome(path: Path, domain: str) -> Recording:
     except ValueError as problem:
         raise InputError(f"The trace {path} is damaged: {problem}. Record it again.") from None
     if not spans:
-        found = sorted({str(event["cat"]) for event in events if "cat" in event})
-        others = (
-            f"it has those of {', '.join(found)[:200]}, so another tool wrote it" if found else "it has none at all"
-        )
         raise NoRanges(
-            f"The trace {path} has no ranges of {domain}: {others}. Record one with `bpkv generate --trace` or `bpkv "
-            "profile run`."
+            f"The trace {path} has no ranges of {domain}: {_instead(events, domain)}. Record one with `bpkv generate "
+            "--trace` or `bpkv profile run`."
         )
     return Recording("bpkv", spans, memory=memory, notes=_notes(document))
+
+
+def _instead(events: list[dict[str, Any]], domain: str) -> str:
+    """What a trace without a range has."""
+    found = sorted({str(event["cat"]) for event in events if "cat" in event})
+    if domain in found:
+        return 'its events are none that last ("ph": "X")'
+    return f"it has those of {', '.join(found)[:200]}, so another tool wrote it" if found else "it has none at all"
 
 
 def _notes(document: dict[str, Any]) -> list[str]:

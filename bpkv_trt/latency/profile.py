@@ -6,7 +6,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from bpkv_trt.config import BpkvConfig, paragraph, parse_budget
+from bpkv_trt.config import BpkvConfig, check_budgets, paragraph
 from bpkv_trt.core.budget import parse_bytes
 from bpkv_trt.errors import ConfigError
 from bpkv_trt.profiling import RangeName
@@ -98,15 +98,13 @@ class Profile(BaseModel):
     def _consistent(self) -> "Profile":
         if "budget" in self.options:
             raise ConfigError("options has a budget, of which a profile has several: give budgets in place of it.")
-        if len(set(self.budgets)) < len(self.budgets):
-            raise ConfigError(f"budgets is {', '.join(self.budgets)}, with one given twice; give each once.")
         if self.serving is not None and (self.serving.shortest_prompt or 0) > self.prompt_tokens:
             raise ConfigError(
                 f"serving.shortest_prompt is {self.serving.shortest_prompt}, more than prompt_tokens, the longest, "
                 f"which is {self.prompt_tokens}: give less."
             )
+        check_budgets(self.budgets)
         for budget in self.budgets:
-            parse_budget(budget, "budgets")
             self.config(budget)
         return self
 

@@ -93,6 +93,14 @@ def test_the_trace_of_another_tool_is_told_by_its_categories(tmp_path: Path) -> 
     assert "no ranges of bpkv" in message and "cpu_op, kernel" in message and "bpkv generate --trace" in message
 
 
+@pytest.mark.parametrize("kind", ["B", "Q", 7, None])
+def test_a_trace_whose_events_do_not_last_is_not_told_to_be_another_s(tmp_path: Path, kind: object) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [event(ph=kind)]}))
+    message = refused(path, NoRanges)
+    assert 'none that last ("ph": "X")' in message and "another tool" not in message
+
+
 def other_database(path: Path) -> None:
     with closing(sqlite3.connect(path)) as database:
         database.execute("CREATE TABLE bookmarks (name TEXT)")

@@ -9,8 +9,8 @@ import pytest
 
 from bpkv_trt.cli import main
 from bpkv_trt.config import BpkvConfig
-from bpkv_trt.errors import ConfigError
-from bpkv_trt.model_repository import template, write_repository
+from bpkv_trt.errors import ConfigError, InputError
+from bpkv_trt.model_repository import check_output, template, write_repository
 from bpkv_trt.runtime.triton_request import NAMES
 from bpkv_trt.serving_settings import ServingSettings
 from tests.serving.conftest import TINY
@@ -214,5 +214,8 @@ def test_edited_settings_are_refused_by_name(tmp_path: Path, line: str, told: st
 
 def test_a_repository_in_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert main([*COMMAND, "--output", str(tmp_path / "file" / "models")]) == 2
+    (tmp_path / "link").symlink_to("nowhere")
+    for output in (tmp_path / "file" / "models", tmp_path / "link", tmp_path / "link" / "models", Path("/proc/models")):
+        with pytest.raises(InputError, match="is a file|a link to nowhere|cannot be written to"):
+            check_output(output)
     assert write_repository(tmp_path, ServingSettings("smollm2")) == tmp_path / "bpkv"
