@@ -32,9 +32,8 @@ def arms_of(
     Raises ConfigError, naming the contender, where its policy and the options or a regime do not go together.
     """
     named = [",".join(common.replace(regime=regime).regime) for regime in regimes]  # in whichever order they were given
-    for what, given in (("regime", named), ("budgets", list(budgets))):
-        if twice := [each for each in dict.fromkeys(given) if given.count(each) > 1]:
-            raise ConfigError(f"{what} has {', '.join(twice)} more than once; give each once.")
+    if twice := [each for each in dict.fromkeys(named) if named.count(each) > 1]:
+        raise ConfigError(f"regime has {', '.join(twice)} more than once; give each once.")
     check_budgets(budgets)
     arms = tuple(
         _arm(contender, common, regime, budget) for contender in contenders for regime in named for budget in budgets

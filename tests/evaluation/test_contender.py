@@ -102,7 +102,10 @@ def test_an_option_is_idle_only_where_no_regime_uses_it() -> None:
             check(policies, ["prefill"], **common)
 
 
-@pytest.mark.parametrize("budgets", [["1", "1"], ["0.5", "50%"], ["64t", "64.0t"], ["1MiB", "1024KiB"], ["0.5", "0.50"]])
+SAME = [["1", "1"], ["0.5", "50%"], ["64t", "64.0t"], ["1MiB", "1024KiB"], ["0.5", "0.50"]]
+
+
+@pytest.mark.parametrize("budgets", SAME)
 def test_one_budget_written_in_two_ways_is_given_twice(budgets: list[str]) -> None:
     with pytest.raises(ConfigError, match=f"budgets has {budgets[0]} and {budgets[1]}, which are the same"):
         arms_of(parse_contenders("bpkv"), BpkvConfig(), ["prefill"], budgets)
