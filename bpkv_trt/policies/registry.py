@@ -176,8 +176,8 @@ def _check_table(config: BpkvConfig, policy: type[Policy]) -> None:
     if config.layer_table is None and "score_table" in policy.requires:
         raise ConfigError(
             f"The policy {config.policy} shares its budget over the layers by a table made for the model, and "
-            "layer_table is not given. Make one with `bpkv layer-table --model M --output table.json`, then give "
-            "--layer-table table.json."
+            "layer_table is not given. Make one with `bpkv layer-table --model M --output table.json`, and give it to "
+            "--layer-table; a server takes it when its repository is written."
         )
 
 
