@@ -1,10 +1,14 @@
 """The Triton server that answers."""
 
-from collections.abc import AsyncIterator
+import asyncio
+import uuid
+from asyncio import Queue, Task
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import numpy as np
 from tritonclient.grpc import InferInput
 from tritonclient.grpc.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
@@ -19,6 +23,9 @@ NUMBERS = (
     "bpkv_entries_total",
     "bpkv_bytes_freed",
 )
+AGAIN_S = 0.5  # between requests to stop what goes on
+CLOSE_S = 5.0  # the most that closing waits for the server
+Response = tuple[Any, Refusal | None]  # what came of a request, or why nothing does
 
 
 @dataclass(frozen=True)
@@ -36,8 +43,12 @@ class Server:
     def __init__(self, address: str, model: str) -> None:
         self.address, self.model = address, model
         self._client = InferenceServerClient(address)
+        self._tasks: set[Task[None]] = set()  # asyncio itself forgets them
 
     async def close(self) -> None:
+        """Once the requests have ended whose clients have left."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_S)
         await self._client.close()
 
     async def ready(self) -> bool:
@@ -49,21 +60,47 @@ class Server:
 
     async def answer(self, inputs: Inputs) -> AsyncIterator[Piece]:
         """Pieces as they come. Raises Refusal. Closed before its end, it ends the request on the server too."""
+        request = {"model_name": self.model, "request_id": uuid.uuid4().hex, "inputs": _tensors(inputs)}
+        arrived: Queue[Response] = Queue()
+        reading = self._started(self._read(request, arrived))
         ended = False
-        call = self._client.stream_infer(_once({"model_name": self.model, "inputs": _tensors(inputs)}))
         try:
-            async for result, error in call:
-                if error is not None:
-                    raise Refusal.by_server(error.message())
+            while not ended:
+                result, refusal = await arrived.get()
+                if refusal is not None:
+                    ended = True
+                    raise refusal
                 piece = _piece(result)
                 ended = piece.finish_reason is not None
                 yield piece
-        except grpc.aio.AioRpcError as error:
-            raise Refusal(503, f"The server at {self.address} cannot be reached ({error.details()}).") from None
         finally:
-            call.cancel()
-        if not ended:
-            raise Refusal(503, f"The server at {self.address} left the answer without an end; ask again later.")
+            if not ended:
+                self._started(self._stop(request, reading))
+
+    async def _read(self, request: dict[str, Any], arrived: Queue[Response]) -> None:
+        """A stream to its own end, whoever has left meanwhile: Triton 2.51 may lose a request whose stream is cancelled
+        when its last response is under way, and then waits for it for ever when it is to end."""
+        refusal = Refusal(503, f"The server at {self.address} left the answer without an end; ask again later.")
+        try:
+            async for result, error in self._client.stream_infer(_once(request)):
+                arrived.put_nowait((result, error and Refusal.by_server(error.message())))
+        except grpc.aio.AioRpcError as error:
+            refusal = Refusal(503, f"The server at {self.address} cannot be reached ({error.details()}).")
+        finally:
+            arrived.put_nowait((None, refusal))
+
+    async def _stop(self, request: dict[str, Any], reading: Task[None]) -> None:
+        """By a stream of its own: Triton 2.51 was seen to die once where both were in one."""
+        stop = request | {"inputs": _tensors({"stop": np.array([True])})}
+        while not reading.done():
+            await self._read(stop, Queue())
+            await asyncio.wait([reading], timeout=AGAIN_S)  # in case it overtook the request
+
+    def _started(self, work: Coroutine[Any, Any, None]) -> Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
 
 async def _once(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:

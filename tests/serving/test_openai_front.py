@@ -3,11 +3,13 @@
 import json
 import os
 import random
+import select
 import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -327,6 +329,21 @@ def test_a_full_queue_is_told_and_all_that_wait_may_leave(server: TritonServer, 
             client.completions.create(model="bpkv", prompt=TEXT)
         assert refused.value.status_code == 503
     server.metrics_when(CANCELLED, before + RUNNING + WAITING)
+
+
+def test_clients_that_leave_as_their_answers_end_do_not_keep_the_server(serve: Serve, tmp_path: Path) -> None:
+    """Triton 2.51 may lose a request whose gRPC stream is cancelled then, and waits for it for ever at its end."""
+    trace = tmp_path / "trace.json"
+    options = "--pool-size", "16MiB", "--trace", str(trace)
+    with serve(*options, BPKV_EXIT_TIMEOUT_S="8") as server, Front(server.grpc) as front:
+        wait_s = {False: 0.02, True: 0.02}
+        for number in range(400):
+            stream = bool(number % 2)
+            with connected(front, model="bpkv", prompt="one two three", max_tokens=1, stream=stream) as client:
+                answered, _, _ = select.select([client], [], [], wait_s[stream])
+            wait_s[stream] *= 0.97 if answered else 1.03  # to where half of them are just answered
+        server.metrics_when("bpkv_running", 0)
+        assert server.stop() == 0 and trace.exists()
 
 
 def test_a_server_that_is_not_there_is_told(tmp_path: Any) -> None:
