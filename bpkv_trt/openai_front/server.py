@@ -20,6 +20,13 @@ NUMBERS = (
     "bpkv_bytes_freed",
 )
 
+NOT_READY = (  # of Triton's own messages: those of a model that is not there, or not any more
+    "Request for unknown model",
+    "Server not ready",
+    "Server is stopping",
+    "is not healthy",
+)
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -40,12 +47,16 @@ class Server:
     async def close(self) -> None:
         await self._client.close()
 
-    async def ready(self) -> bool:
-        """Whether it can be reached and has loaded the model."""
+    async def check(self) -> None:
+        """Raises Refusal where it cannot be reached, or has not loaded the model."""
         try:
-            return bool(await self._client.is_model_ready(self.model, client_timeout=5))
-        except InferenceServerException:
-            return False
+            ready = await self._client.is_model_ready(self.model, client_timeout=5)
+        except InferenceServerException as error:
+            if not _is_of_readiness(error.message()):
+                raise Refusal(503, f"The server at {self.address} does not answer ({error.message()}).") from None
+            ready = False
+        if not ready:
+            raise self._not_ready()
 
     async def answer(self, inputs: Inputs) -> AsyncIterator[Piece]:
         """Pieces as they come. Raises Refusal. Closed before its end, it ends the request on the server too."""
@@ -54,7 +65,7 @@ class Server:
         try:
             async for result, error in call:
                 if error is not None:
-                    raise Refusal.by_server(error.message())
+                    raise self._refusal(error.message())
                 piece = _piece(result)
                 ended = piece.finish_reason is not None
                 yield piece
@@ -64,6 +75,19 @@ class Server:
             call.cancel()
         if not ended:
             raise Refusal(503, f"The server at {self.address} left the answer without an end; ask again later.")
+
+    def _refusal(self, message: str) -> Refusal:
+        return self._not_ready() if _is_of_readiness(message) else Refusal.by_server(message)
+
+    def _not_ready(self) -> Refusal:
+        why = "it is starting or ending, or has none of this name (--model-name of the front)"
+        return Refusal(
+            503, f"The server at {self.address} has no model {self.model} that is ready: {why}; ask again later."
+        )
+
+
+def _is_of_readiness(message: str) -> bool:
+    return any(words in message for words in NOT_READY)
 
 
 async def _once(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
