@@ -69,7 +69,7 @@ def _in_quotes(given: Any) -> Any:
 
 
 def _no_other(value: object) -> AfterValidator:
-    """Beside a type, and not a Literal, to which `true` is 1."""
+    """Beside a type: a Literal would take `true` for 1."""
 
     def check(given: object) -> object:
         if given != value:

@@ -1,5 +1,6 @@
 """The Triton server that answers."""
 
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +21,10 @@ NUMBERS = (
     "bpkv_bytes_freed",
 )
 
-NOT_READY = (  # of Triton's own messages: those of a model that is not there, or not any more
-    "Request for unknown model",
-    "Server not ready",
-    "Server is stopping",
-    "is not healthy",
+# What Triton itself says where the model is not there, or not any more; no code of ours begins so.
+NOT_READY = re.compile(
+    r"(\[request id: [^]]*\] )?"
+    r"(Request for unknown model|Server not ready|Server is stopping|Stub process '[^']*' is not healthy)"
 )
 
 
@@ -52,7 +52,7 @@ class Server:
         try:
             ready = await self._client.is_model_ready(self.model, client_timeout=5)
         except InferenceServerException as error:
-            if not _is_of_readiness(error.message()):
+            if not NOT_READY.match(error.message()):
                 raise Refusal(503, f"The server at {self.address} does not answer ({error.message()}).") from None
             ready = False
         if not ready:
@@ -77,17 +77,13 @@ class Server:
             raise Refusal(503, f"The server at {self.address} left the answer without an end; ask again later.")
 
     def _refusal(self, message: str) -> Refusal:
-        return self._not_ready() if _is_of_readiness(message) else Refusal.by_server(message)
+        return self._not_ready() if NOT_READY.match(message) else Refusal.by_server(message)
 
     def _not_ready(self) -> Refusal:
-        why = "it is starting or ending, or has none of this name (--model-name of the front)"
+        why = "it is starting, ending or broken, or has none of this name (--model-name of the front)"
         return Refusal(
             503, f"The server at {self.address} has no model {self.model} that is ready: {why}; ask again later."
         )
-
-
-def _is_of_readiness(message: str) -> bool:
-    return any(words in message for words in NOT_READY)
 
 
 async def _once(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:

@@ -226,6 +226,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str | None, str]] = {  # endpoint,
     "no tokens": ("completions", {"max_tokens": 0}, None, "max_tokens is 0; this server gives 1 to 1600"),
     "a budget above 1": ("completions", {"bpkv_budget": "1.5"}, None, "a fraction above 1"),
     "no policy": ("completions", {"bpkv_policy": "best"}, None, "choose from"),
+    "Triton's words": ("completions", {"bpkv_policy": "Server not ready"}, None, "choose from"),
     "no regime": ("completions", {"bpkv_regime": "sometimes"}, None, "not a regime"),
     "top_p of a greedy answer": ("completions", {"top_p": 0.5}, None, "would change nothing"),
     "no time": ("completions", {"bpkv_timeout_s": 0}, None, "more than 0"),
@@ -461,7 +462,7 @@ def test_a_second_interrupt_ends_it_at_once(server: TritonServer, tmp_path: Path
 def is_listening(front: Front) -> bool:
     try:
         socket.create_connection(("127.0.0.1", front.port), timeout=60).close()
-    except ConnectionRefusedError:
+    except ConnectionError:
         return False
     return True
 
@@ -497,6 +498,15 @@ def test_a_server_that_is_not_there_is_told(tmp_path: Any) -> None:
             assert refused.value.status_code == 503
         health = httpx.get(f"http://127.0.0.1:{front.port}/health")
         assert health.status_code == 503 and "does not answer" in health.json()["error"]["message"]
+
+
+def test_a_model_that_died_is_told(serve: Serve) -> None:
+    with serve("--pool-size", "16MiB") as server, Front(server.grpc) as front:
+        with OpenAI(base_url=front.url, api_key="a", max_retries=0) as client:
+            os.kill(server.model_process(), signal.SIGKILL)
+            with pytest.raises(InternalServerError, match="no model bpkv that is ready") as refused:
+                client.completions.create(model="bpkv", prompt=TEXT)
+            assert refused.value.status_code == 503
 
 
 def test_a_server_that_dies_is_told(serve: Serve) -> None:
