@@ -474,7 +474,8 @@ def test_an_answer_that_outlasts_the_fronts_end_is_told(
     listening = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1/completions"
     http_server = HttpServer(make_app(f"127.0.0.1:{server.grpc}", "bpkv"))
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, ExitStack() as at_last:
+        at_last.callback(setattr, http_server, "should_exit", True)  # also where the test fails before
         serving = pool.submit(http_server.run, [listening])
         answer = pool.submit(httpx.post, url, json=ENDLESS, timeout=60)
         with httpx.stream("POST", url, json=ENDLESS | {"stream": True}, timeout=60) as begun:
