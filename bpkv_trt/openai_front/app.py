@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from bpkv_trt.errors import quoted
 from bpkv_trt.openai_front.asked import Asked, ChatAsked, CompletionAsked
 from bpkv_trt.openai_front.body_limit import BodyLimit
+from bpkv_trt.openai_front.ending import Ending
 from bpkv_trt.openai_front.refusal import Refusal
 from bpkv_trt.openai_front.reply import ChatReply, CompletionReply, Reply
 from bpkv_trt.openai_front.server import Piece, Server
@@ -37,11 +38,13 @@ def make_app(address: str, model: str) -> FastAPI:
         yield
         await app.state.server.close()
 
-    app = FastAPI(title="bpkv", lifespan=connected)
+    app = FastAPI(lifespan=connected, openapi_url=None)  # nor pages about it, whose scripts would come from elsewhere
     app.add_middleware(BodyLimit, most_bytes=LARGEST_BODY)
+    app.add_middleware(Ending)
     app.add_api_route("/v1/completions", completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"])
     app.add_api_route("/v1/models", models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", model_so_called, methods=["GET"])
     app.add_api_route("/health", health, methods=["GET"])
     app.add_exception_handler(Exception, told)
     for kind in (Refusal, RequestValidationError, HTTPException, ClientLeft):
@@ -61,24 +64,27 @@ async def chat_completions(asked: ChatAsked, request: Request) -> Response:
 
 async def models(request: Request) -> dict[str, Any]:
     """The one that is served."""
-    served = {"id": request.app.state.server.model, "object": "model", "created": 0, "owned_by": "bpkv-trt"}
-    return {"object": "list", "data": [served]}
+    return {"object": "list", "data": [await model_so_called(request.app.state.server.model, request)]}
+
+
+async def model_so_called(name: str, request: Request) -> dict[str, Any]:
+    """What is told of a model: that it can be asked."""
+    server: Server = request.app.state.server
+    _check_name(name, server)
+    await server.check()
+    return {"id": server.model, "object": "model", "created": 0, "owned_by": "bpkv-trt"}
 
 
 async def health(request: Request) -> dict[str, str]:
     """Whether the server can be reached and has loaded the model."""
-    server: Server = request.app.state.server
-    if not await server.ready():
-        raise Refusal(503, f"The server at {server.address} does not answer, or has no model {server.model} loaded.")
+    await request.app.state.server.check()
     return {"status": "ok"}
 
 
 async def answer(asked: Asked, reply: Reply, request: Request) -> Response:
     """Raises Refusal for what fails before anything is sent."""
     server: Server = request.app.state.server
-    if asked.model != server.model:
-        told = f"There is no model {quoted(asked.model)}; this server has {server.model}."
-        raise Refusal(404, told, "model", "model_not_found")
+    _check_name(asked.model, server)
     pieces = server.answer(asked.inputs())
     if not asked.stream:
         return JSONResponse(reply.whole(await _unless_left(request, _all(pieces))))
@@ -91,13 +97,22 @@ async def told(request: Request, error: Exception) -> Response:
     """What a client is told of an error."""
     if isinstance(error, ClientLeft):
         return Response(status_code=LEFT)
-    if isinstance(error, RequestValidationError):
+    cause = error.__cause__  # FastAPI raises both of these from what Python's reader of JSON raised
+    if isinstance(error, RequestValidationError | HTTPException) and isinstance(cause, ValueError | RecursionError):
+        refusal = Refusal.of_json(cause)
+    elif isinstance(error, RequestValidationError):
         refusal = Refusal.of_fields(error.errors())
     elif isinstance(error, HTTPException):
         refusal = Refusal(error.status_code, f"{request.method} {request.url.path:.100}: {error.detail}.")
     else:
         refusal = error if isinstance(error, Refusal) else Refusal(500, FAILED)
     return JSONResponse(refusal.body(), refusal.status)
+
+
+def _check_name(name: str, server: Server) -> None:
+    if name != server.model:
+        told = f"There is no model {quoted(name)}; this server has {server.model}."
+        raise Refusal(404, told, "model", "model_not_found")
 
 
 async def _all(pieces: AsyncIterator[Piece]) -> list[Piece]:

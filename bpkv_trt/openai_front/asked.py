@@ -31,7 +31,10 @@ def _whole_characters(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_whole_characters)]
-Tokens = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # what an input of the server holds; the server has limits
+# What an input of the server holds; the server has limits
+Tokens = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+LARGEST = float(np.finfo(np.float32).max)
+Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
 
 
 class _Body(BaseModel):
@@ -49,8 +52,31 @@ def _as_list(given: Any) -> Any:
     return [given] if isinstance(given, str) else given
 
 
-def _only(given: Any) -> Any:
-    return given[0] if isinstance(given, list) and len(given) == 1 else given
+def _one_text(given: Any) -> Any:
+    if not isinstance(given, list):
+        return given
+    if given and isinstance(given[0], int | list):
+        raise ValueError("token ids are not taken, send the text itself")
+    if len(given) != 1:
+        raise ValueError("a request has one prompt; send each in a request of its own")
+    return given[0]
+
+
+def _in_quotes(given: Any) -> Any:
+    if type(given) in (int, float):
+        raise ValueError(f'it is text, so write it in quotes: "{given}"')
+    return given
+
+
+def _no_other(value: object) -> AfterValidator:
+    """Beside a type: a Literal would take `true` for 1."""
+
+    def check(given: object) -> object:
+        if given != value:
+            raise ValueError(f"input should be {json.dumps(value)}")
+        return given
+
+    return AfterValidator(check)
 
 
 class StreamOptions(_Body):
@@ -64,21 +90,21 @@ class Asked(_Body):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     max_tokens: Tokens | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     ignore_eos: bool = False
     stop: Annotated[list[Text], BeforeValidator(_as_list)] = []
-    bpkv_budget: Text | None = None
+    bpkv_budget: Annotated[Text, BeforeValidator(_in_quotes)] | None = None
     bpkv_policy: Text | None = None
     bpkv_regime: Text | None = None
-    bpkv_timeout_s: float | None = None
+    bpkv_timeout_s: Number | None = None
     # What changes nothing as long as it has these values
     user: str = ""
-    n: Literal[1] = 1
-    presence_penalty: Literal[0] = 0
-    frequency_penalty: Literal[0] = 0
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
+    n: Annotated[int, _no_other(1)] = 1
+    presence_penalty: Annotated[float, _no_other(0)] = 0
+    frequency_penalty: Annotated[float, _no_other(0)] = 0
+    logit_bias: Annotated[dict[str, float], _no_other({})] = {}
 
     def inputs(self) -> Inputs:
         """The server's inputs, each of shape [1] but for the strings that end the answer."""
@@ -100,9 +126,9 @@ class Asked(_Body):
 class CompletionAsked(Asked):
     """A text to go on with, as it is: no chat template."""
 
-    prompt: Annotated[Text, BeforeValidator(_only)]
-    best_of: Literal[1] = 1
-    echo: Literal[False] = False
+    prompt: Annotated[Text, BeforeValidator(_one_text)]
+    best_of: Annotated[int, _no_other(1)] = 1
+    echo: Annotated[bool, _no_other(False)] = False
 
     def inputs(self) -> Inputs:
         return super().inputs() | {"text_input": np.array([self.prompt], np.object_), "bpkv_raw": np.array([True])}
@@ -132,8 +158,8 @@ class ChatAsked(Asked):
 
     messages: list[Message]
     max_completion_tokens: Tokens | None = None
-    logprobs: Literal[False] = False
-    tools: Annotated[list[Any], Field(max_length=0)] = []
+    logprobs: Annotated[bool, _no_other(False)] = False
+    tools: Annotated[list[Any], _no_other([])] = []
     tool_choice: Literal["none", "auto"] = "auto"  # of none at all
     response_format: "TextFormat | None" = None
 

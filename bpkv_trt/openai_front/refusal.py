@@ -1,5 +1,6 @@
 """Errors as OpenAI's API has them."""
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -26,6 +27,19 @@ class Refusal(Exception):
         for theirs, ours in NAMES.items():
             why = why.replace(theirs, ours)
         return cls(STATUS[code], why, code=code.lower())
+
+    @classmethod
+    def of_json(cls, error: ValueError | RecursionError) -> "Refusal":
+        """Of what Python's reader of JSON raised at a body."""
+        if isinstance(error, json.JSONDecodeError):
+            why = f"{error.msg}, at character {error.pos}"
+        elif isinstance(error, UnicodeDecodeError):
+            why = f"{error.reason}, at byte {error.start}"
+        elif isinstance(error, RecursionError):
+            why = "lists or objects are nested too deeply"
+        else:
+            why = "a number has too many digits"
+        return cls(400, f"The body is not JSON ({why}); send one JSON object, in UTF-8.")
 
     @classmethod
     def of_fields(cls, problems: Iterable[Mapping[str, Any]]) -> "Refusal":

@@ -1,6 +1,7 @@
 """The Triton server that answers."""
 
 import asyncio
+import re
 import uuid
 from asyncio import Queue, Task
 from collections.abc import AsyncIterator, Coroutine
@@ -27,6 +28,12 @@ AGAIN_S = 0.5  # between requests to stop what goes on
 CLOSE_S = 5.0  # the most that closing waits for the server
 Response = tuple[Any, Refusal | None]  # what came of a request, or why nothing does
 
+# What Triton itself says where the model is not there, or not any more; no code of ours begins so.
+NOT_READY = re.compile(
+    r"(\[request id: [^]]*\] )?"
+    r"(Request for unknown model|Server not ready|Server is stopping|Stub process '[^']*' is not healthy)"
+)
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -51,12 +58,16 @@ class Server:
             await asyncio.wait(self._tasks, timeout=CLOSE_S)
         await self._client.close()
 
-    async def ready(self) -> bool:
-        """Whether it can be reached and has loaded the model."""
+    async def check(self) -> None:
+        """Raises Refusal where it cannot be reached, or has not loaded the model."""
         try:
-            return bool(await self._client.is_model_ready(self.model, client_timeout=5))
-        except InferenceServerException:
-            return False
+            ready = await self._client.is_model_ready(self.model, client_timeout=5)
+        except InferenceServerException as error:
+            if not NOT_READY.match(error.message()):
+                raise Refusal(503, f"The server at {self.address} does not answer ({error.message()}).") from None
+            ready = False
+        if not ready:
+            raise self._not_ready()
 
     async def answer(self, inputs: Inputs) -> AsyncIterator[Piece]:
         """Pieces as they come. Raises Refusal. Closed before its end, it ends the request on the server too."""
@@ -83,7 +94,7 @@ class Server:
         refusal = Refusal(503, f"The server at {self.address} left the answer without an end; ask again later.")
         try:
             async for result, error in self._client.stream_infer(_once(request)):
-                arrived.put_nowait((result, error and Refusal.by_server(error.message())))
+                arrived.put_nowait((result, error and self._refusal(error.message())))
         except grpc.aio.AioRpcError as error:
             refusal = Refusal(503, f"The server at {self.address} cannot be reached ({error.details()}).")
         finally:
@@ -101,6 +112,15 @@ class Server:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    def _refusal(self, message: str) -> Refusal:
+        return self._not_ready() if NOT_READY.match(message) else Refusal.by_server(message)
+
+    def _not_ready(self) -> Refusal:
+        why = "it is starting, ending or broken, or has none of this name (--model-name of the front)"
+        return Refusal(
+            503, f"The server at {self.address} has no model {self.model} that is ready: {why}; ask again later."
+        )
 
 
 async def _once(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:

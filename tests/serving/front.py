@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from types import TracebackType
+from typing import IO
 
 from tests.serving.triton_server import ROOT
 
@@ -12,11 +13,14 @@ from tests.serving.triton_server import ROOT
 class Front:
     """Listens on a free port of this machine until the end of the `with` block."""
 
-    def __init__(self, grpc_port: int) -> None:
-        command = ["openai-front", "--server", f"127.0.0.1:{grpc_port}", "--port", "0"]
+    def __init__(self, grpc_port: int, model: str = "bpkv", log: IO[bytes] | None = None) -> None:
+        """log: the file that errors are printed to; None: where the tests print theirs."""
+        self.model = model
+        command = ["openai-front", "--server", f"127.0.0.1:{grpc_port}", "--port", "0", "--model-name", model]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "bpkv_trt", *command],
             stdout=subprocess.PIPE,
+            stderr=log,
             text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )

@@ -38,9 +38,18 @@ def test_limits() -> None:
     assert {"--" + name.replace("_", "-") for name in LIMITS} <= set(first_column("option"))
 
 
-def test_fields_and_options_of_the_front() -> None:
-    fields = {name.partition(".")[0] for name in first_column("field")}
-    assert fields == CompletionAsked.model_fields.keys() | ChatAsked.model_fields.keys()
+def test_fields_of_the_fronts_endpoints() -> None:
+    completions, chats = CompletionAsked.model_fields.keys(), ChatAsked.model_fields.keys()
+    table = PAGE.split("| field | endpoint |")[1].partition("\n\n")[0]
+    documented: dict[str, list[str]] = {"both": [], "completions": [], "chats": []}
+    for names, endpoint in re.findall(r"^\| (`[^|]*) \| ([^|]*) \|", table, re.MULTILINE):
+        documented[endpoint] += [name.partition(".")[0] for name in re.findall(r"`([^`]+)`", names)]
+    assert sorted(documented["both"]) == sorted(completions & chats)
+    assert sorted(documented["completions"]) == sorted(completions - chats)
+    assert sorted(documented["chats"]) == sorted(chats - completions)
+
+
+def test_options_of_the_front() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     add_openai_front(parser)
     assert sorted(first_column("option", 2)) == sorted(re.findall(r"--[a-z-]+", parser.format_usage()))

@@ -1,14 +1,18 @@
 """OpenAI's own client asks the front of a real server: what it gets is what the server and `bpkv generate` answer."""
 
 import json
+import math
 import os
 import random
+import re
 import select
 import signal
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,9 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 
 from bpkv_trt.cli import main
+from bpkv_trt.openai_front.app import make_app
+from bpkv_trt.openai_front.asked import ChatAsked, CompletionAsked
+from bpkv_trt.openai_front.http_server import HttpServer
 from build_scripts.recall_text import counting_prompt, induction_prompt, recall_prompt, token_count
 from tests.serving.alone import alone
 from tests.serving.clients import generate
@@ -186,13 +193,24 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str | None, str]] = {  # endpoint,
     "JSON": ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format.type", "'text'"),
     "no name of a field": ("completions", {"\ud800" * 500: 1}, None, "unicode"),
     "a misspelt field": ("completions", {"bpkv_buget": "0.2"}, "bpkv_buget", "cannot be honoured"),
-    "two prompts": ("completions", {"prompt": ["a", "b"]}, "prompt", "prompt is ['a', 'b']"),
-    "tokens": ("completions", {"prompt": [1, 2]}, "prompt", "prompt is [1, 2]"),
-    "one token": ("completions", {"prompt": [1]}, "prompt", "prompt is 1"),
+    "two prompts": ("completions", {"prompt": ["a", "b"]}, "prompt", "prompt is ['a', 'b']: a request has one prompt"),
+    "none of a list": ("completions", {"prompt": []}, "prompt", "prompt is []: a request has one prompt"),
+    "tokens": ("completions", {"prompt": [1, 2]}, "prompt", "prompt is [1, 2]: token ids are not taken, send the text"),
+    "one token": ("completions", {"prompt": [1]}, "prompt", "prompt is [1]: token ids are not taken, send the text"),
+    "a list of tokens": ("completions", {"prompt": [[1, 2]]}, "prompt", "token ids are not taken, send the text"),
+    "lists of tokens": ("completions", {"prompt": [[1], [2]]}, "prompt", "token ids are not taken, send the text"),
+    "a number as prompt": ("completions", {"prompt": 1}, "prompt", "prompt is 1: input should be a valid string"),
     "no prompt": ("completions", {"prompt": None}, "prompt", "prompt is missing"),
     "half a surrogate pair": ("completions", {"prompt": "\ud800"}, "prompt", "half a surrogate pair at 0"),
     "a number as text": ("completions", {"max_tokens": "5"}, "max_tokens", "integer"),
     "a huge number": ("completions", {"max_tokens": 2**40}, "max_tokens", "max_tokens is"),
+    **{
+        f"{field} of {number}": ("completions", {field: number}, field, f"{field} is {number}: input should be")
+        for field in ("temperature", "top_p", "bpkv_timeout_s")
+        for number in (1e308, 1e39, -1e39, math.nan, math.inf, -math.inf)  # json.dumps writes NaN, and Python reads it
+    },
+    "a budget as number": ("completions", {"bpkv_budget": 0.2}, "bpkv_budget", 'write it in quotes: "0.2"'),
+    "tokens as budget": ("chat/completions", {"bpkv_budget": 1}, "bpkv_budget", 'write it in quotes: "1"'),
     "a negative seed": ("completions", {"seed": -1}, "seed", "seed is -1"),
     "two limits": ("chat/completions", {"max_tokens": 1, "max_completion_tokens": 2}, None, "give one of them"),
     "a picture": (
@@ -209,6 +227,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str | None, str]] = {  # endpoint,
     "no tokens": ("completions", {"max_tokens": 0}, None, "max_tokens is 0; this server gives 1 to 1600"),
     "a budget above 1": ("completions", {"bpkv_budget": "1.5"}, None, "a fraction above 1"),
     "no policy": ("completions", {"bpkv_policy": "best"}, None, "choose from"),
+    "Triton's words": ("completions", {"bpkv_policy": "Server not ready"}, None, "choose from"),
     "no regime": ("completions", {"bpkv_regime": "sometimes"}, None, "not a regime"),
     "top_p of a greedy answer": ("completions", {"top_p": 0.5}, None, "would change nothing"),
     "no time": ("completions", {"bpkv_timeout_s": 0}, None, "more than 0"),
@@ -228,6 +247,35 @@ def test_what_cannot_be_honoured_is_refused_in_openais_words(http: httpx.Client,
     assert param is None or error["param"] == param
     assert "\n" not in error["message"] and len(error["message"]) < 1000
     assert not any(of_server in error["message"] for of_server in ("INVALID_ARG", "sampling_param", "bpkv_messages"))
+
+
+HARMLESS_AS: dict[str, tuple[list[Any], list[Any]]] = {  # what may be given, and what only equals it in Python
+    "user": (["", "me"], [0, False]),
+    "n": ([1], [True, 1.0]),
+    "best_of": ([1], [True, 1.0]),
+    "echo": ([False], [0, 0.0]),
+    "logprobs": ([False], [0, 0.0]),
+    "presence_penalty": ([0, 0.0, -0.0], [False]),
+    "frequency_penalty": ([0, 0.0, -0.0], [False]),
+    "logit_bias": ([{}], [[], False]),
+    "tools": ([[]], [{}, False]),
+    "tool_choice": (["none", "auto"], [False, 0]),
+    "response_format": ([{"type": "text"}], ["text", {}, False]),
+}
+
+
+@pytest.mark.parametrize("endpoint, kind", [("completions", CompletionAsked), ("chat/completions", ChatAsked)])
+def test_what_changes_nothing_takes_its_own_type_alone(
+    http: httpx.Client, endpoint: str, kind: type[CompletionAsked] | type[ChatAsked]
+) -> None:
+    for name in HARMLESS_AS.keys() & kind.model_fields.keys():
+        for values, status in zip(HARMLESS_AS[name], (200, 400), strict=True):
+            for value in values:
+                answered = http.post(
+                    endpoint, json={"model": "bpkv", "max_tokens": 1, **PROMPTS[endpoint], name: value}
+                )
+                assert answered.status_code == status, (name, value, answered.text)
+                assert status == 200 or answered.json()["error"]["param"].startswith(name)
 
 
 HONOURED = {
@@ -278,10 +326,11 @@ def test_other_places_and_other_bodies_are_refused_alike(http: httpx.Client) -> 
     cases = [
         (http.get("completions"), 405),
         (http.post("embeddings", json={}), 404),
-        (http.post("completions", content=b"{"), 400),
-        (http.post("completions", content=b"[" * 100_000), 400),
+        *(
+            (http.get(f"http://{http.base_url.netloc.decode()}/{page}"), 404)
+            for page in ("docs", "redoc", "openapi.json")
+        ),
         (http.post("completions", content=b"[1]"), 400),
-        (http.post("completions", content=b"\xff"), 400),
         (http.post("completions", content=json.dumps(ENDLESS), headers={"Content-Type": "text/plain"}), 400),
         (http.post("completions", content=b" " * (65 << 20)), 413),
     ]
@@ -292,8 +341,33 @@ def test_other_places_and_other_bodies_are_refused_alike(http: httpx.Client) -> 
         assert "Traceback" not in refused.text and len(refused.text) < 1000
 
 
+NO_JSON = {
+    b"{": "The body is not JSON (Expecting property name enclosed in double quotes, at character 1); ",
+    b'{"model": bpkv}': "The body is not JSON (Expecting value, at character 10); ",
+    b'{"model": "bpkv"}}': "The body is not JSON (Extra data, at character 17); ",
+    b'{"model": "\xff"}': "The body is not JSON (invalid start byte, at byte 11); ",
+    b"\xff": "The body is not JSON (invalid start byte, at byte 0); ",
+    b"[" * 100_000: "The body is not JSON (lists or objects are nested too deeply); ",
+    b"[" * 100_000 + b"]" * 100_000: "The body is not JSON (lists or objects are nested too deeply); ",
+    b'{"model": "bpkv", "seed": %s}' % (b"1" * 5000): "The body is not JSON (a number has too many digits); ",
+    b"": "The body is missing; ",
+}
+
+
+@pytest.mark.parametrize("body", NO_JSON, ids=lambda body: repr(body[:12]))
+def test_a_body_that_is_no_json_is_told_where(http: httpx.Client, body: bytes) -> None:
+    for endpoint in PROMPTS:
+        refused = http.post(endpoint, content=body)
+        error = refused.json()["error"]
+        assert refused.status_code == 400 and error["message"].startswith(NO_JSON[body]), error
+        assert (error["type"], error["param"]) == ("invalid_request_error", None)
+
+
 def test_the_model_is_listed_and_the_server_is_looked_after(client: OpenAI, front: Front) -> None:
     assert [model.id for model in client.models.list()] == ["bpkv"]
+    assert client.models.retrieve("bpkv").id == "bpkv"
+    with pytest.raises(NotFoundError, match="no model 'of/others'"):
+        client.models.retrieve("of/others")
     assert httpx.get(f"http://127.0.0.1:{front.port}/health").json() == {"status": "ok"}
 
 
@@ -346,6 +420,91 @@ def test_clients_that_leave_as_their_answers_end_do_not_keep_the_server(serve: S
         assert server.stop() == 0 and trace.exists()
 
 
+def is_told_everywhere(front: Front, message: str) -> None:
+    """By every endpoint, as 503."""
+    with OpenAI(base_url=front.url, api_key="a", max_retries=0) as client:
+        asks: list[Callable[[], object]] = [
+            *(
+                partial(client.completions.create, model=front.model, prompt=TEXT, stream=each)
+                for each in (False, True)
+            ),
+            client.models.list,
+            partial(client.models.retrieve, front.model),
+        ]
+        for ask in asks:
+            with pytest.raises(InternalServerError, match=message) as refused:
+                ask()
+            assert refused.value.status_code == 503
+    health = httpx.get(f"http://127.0.0.1:{front.port}/health")
+    assert health.status_code == 503 and re.search(message, health.json()["error"]["message"])
+
+
+def test_a_server_that_has_no_such_model_is_told(server: TritonServer) -> None:
+    with Front(server.grpc, model="other") as front:
+        is_told_everywhere(front, r"no model other that is ready: .*--model-name")
+
+
+def test_a_server_that_ends_is_told_while_its_last_answer_comes(serve: Serve) -> None:
+    limits = ("--pool-size", "16MiB", "--most-new-tokens", "1600")
+    with serve(*limits) as server, Front(server.grpc) as front:
+        with OpenAI(base_url=front.url, api_key="a", max_retries=0) as client:
+            goes_on = {"bpkv_policy": "snapkv", "ignore_eos": True}
+            begun = client.completions.create(**ENDLESS_BY_SDK, stream=True, extra_body=goes_on)
+            assert next(iter(begun)).choices[0].text
+            server.process.send_signal(signal.SIGTERM)
+            end = time.monotonic() + 20
+            while httpx.get(f"http://127.0.0.1:{front.port}/health").status_code == 200:
+                assert time.monotonic() < end, "the signal does nothing"
+            is_told_everywhere(front, "no model bpkv that is ready: .* ask again later")
+            assert list(begun)[-1].choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM], ids=lambda sent: sent.name)
+def test_a_second_interrupt_ends_it_at_once(server: TritonServer, tmp_path: Path, first: signal.Signals) -> None:
+    """As Python itself ends by one, without a word; what runs on the server ends with it."""
+    with (tmp_path / "log").open("wb") as log, Front(server.grpc, log=log) as front, ExitStack() as clients:
+        for stream in (False, True):
+            clients.enter_context(connected(front, **ENDLESS, stream=stream))
+        server.metrics_when("bpkv_running", 2)
+        front.process.send_signal(first)
+        while is_listening(front):  # until it has noticed
+            pass
+        assert front.process.poll() is None
+        front.process.send_signal(signal.SIGINT)
+        assert front.process.wait(20) == -signal.SIGINT  # 130 to a shell
+    assert (tmp_path / "log").read_text() == ""
+
+
+def is_listening(front: Front) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", front.port), timeout=60).close()
+    except ConnectionError:
+        return False
+    return True
+
+
+def test_an_answer_that_outlasts_the_fronts_end_is_told(
+    server: TritonServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bpkv_trt.openai_front.http_server.EXIT_TIMEOUT_S", 0.1)
+    listening = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1/completions"
+    http_server = HttpServer(make_app(f"127.0.0.1:{server.grpc}", "bpkv"))
+    with ThreadPoolExecutor(2) as pool, ExitStack() as at_last:
+        at_last.callback(setattr, http_server, "should_exit", True)  # also where the test fails before
+        serving = pool.submit(http_server.run, [listening])
+        answer = pool.submit(httpx.post, url, json=ENDLESS, timeout=60)
+        with httpx.stream("POST", url, json=ENDLESS | {"stream": True}, timeout=60) as begun:
+            server.metrics_when("bpkv_running", 2)
+            http_server.should_exit = True
+            with pytest.raises(httpx.RemoteProtocolError):  # cut off
+                begun.read()
+        told = answer.result(60)
+        serving.result(60)
+    assert told.status_code == 503 and "The front is ending" in told.json()["error"]["message"]
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_a_server_that_is_not_there_is_told(tmp_path: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         port = nobody.getsockname()[1]
@@ -356,6 +515,15 @@ def test_a_server_that_is_not_there_is_told(tmp_path: Any) -> None:
             assert refused.value.status_code == 503
         health = httpx.get(f"http://127.0.0.1:{front.port}/health")
         assert health.status_code == 503 and "does not answer" in health.json()["error"]["message"]
+
+
+def test_a_model_that_died_is_told(serve: Serve) -> None:
+    with serve("--pool-size", "16MiB") as server, Front(server.grpc) as front:
+        with OpenAI(base_url=front.url, api_key="a", max_retries=0) as client:
+            os.kill(server.model_process(), signal.SIGKILL)
+            with pytest.raises(InternalServerError, match="no model bpkv that is ready") as refused:
+                client.completions.create(model="bpkv", prompt=TEXT)
+            assert refused.value.status_code == 503
 
 
 def test_a_server_that_dies_is_told(serve: Serve) -> None:
@@ -378,7 +546,21 @@ def test_where_it_cannot_listen_and_what_is_no_server(capsys: pytest.CaptureFixt
             (["--server", "localhost:8001", "--port", port], "cannot be listened on"),
             (["--server", "localhost:8001", "--port", "99999"], "is not a port"),
             (["--server", "localhost:8001", "--host", "nowhere.invalid"], "cannot be listened on"),
+            (["--server", "[::1]:8001", "--port", port], "cannot be listened on"),
+            (["--server", "localhost:8001", "--host", "a" * 70], "cannot be listened on"),
+            (["--server", "localhost:8001", "--port", "1" * 5000], "is not a port"),
             (["--server", "http://localhost:8001"], "is not HOST:PORT"),
+            (["--server", "local host:8001"], "is not HOST:PORT"),
+            (["--server", " localhost:8001"], "is not HOST:PORT"),
+            (["--server", "localhost:8001 "], "is not HOST:PORT"),
+            (["--server", "::1:8001"], "is not HOST:PORT"),
+            (["--server", "localhost:\N{ARABIC-INDIC DIGIT EIGHT}"], "is not HOST:PORT"),
+            (["--server", "localhost:0"], "'0' is not a port, a number from 1 to 65535"),
+            (["--server", "localhost:99999"], "'99999' is not a port"),
+            *(
+                (["--server", "localhost:8001", "--model-name", name], f"{name!r} is not the name of a model")
+                for name in ("", " ", "two\nlines", "\udcff")
+            ),
             ([], "--server"),
         ):
             assert main(["openai-front", *arguments]) == 2
