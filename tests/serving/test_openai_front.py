@@ -36,7 +36,7 @@ from tests.serving.triton_server import TritonServer
 TEXT = recall_prompt(11, 300)[0]
 TOKENS = 12
 pytestmark = pytest.mark.usefixtures("every_page_comes_back")
-RUNNING, WAITING = 4, 12
+CLIENTS, RUNNING, WAITING = 16, 4, 16  # as many may wait: those that arrive at once all do, until the loop looks
 ENDLESS = {  # a request whose answer goes on until it is ended: for some seconds
     "model": "bpkv",
     "prompt": induction_prompt(1, 60)[0],
@@ -149,7 +149,7 @@ def test_sixteen_clients_get_what_each_would_get_alone(client: OpenAI) -> None:
             rng.choice([0.0, 0.8]),
             number,
         )
-        for number in range(RUNNING + WAITING)
+        for number in range(CLIENTS)
     ]
 
     def ask(case: tuple[str, str, int, float, int]) -> str:
