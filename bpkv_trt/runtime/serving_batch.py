@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from bpkv_trt.config import BpkvConfig
@@ -99,11 +98,11 @@ class ServingBatch:
         cls,
         loaded: HostedModel,
         config: BpkvConfig,
+        trace: Trace,
         *,
         pool_bytes: int,
         chunk_tokens: int = 256,
         most_running: int = 64,
-        trace: Trace | None = None,
         poison: bool = False,
     ) -> "ServingBatch":
         """A batch of a model, over a pool of its own. `config`: what requests change options of. `poison`: free rows of
@@ -111,10 +110,8 @@ class ServingBatch:
 
         Raises ConfigError and InputError where model, configuration and sizes do not go together.
         """
-        device = loaded.model.device
-        trace = trace or Trace(synchronize=torch.cuda.synchronize if device.type == "cuda" else None)
         pool = make_pool_within(loaded, pool_bytes, config.page_size, poison=poison)
-        room, engines = free_bytes(device), Engines(loaded, config, pool, trace)
+        room, engines = free_bytes(loaded.model.device), Engines(loaded, config, pool, trace)
         return cls(engines, trace, chunk_tokens=chunk_tokens, most_running=most_running, room=room)
 
     @property

@@ -51,7 +51,8 @@ def make_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeLoop]:
         traits = model.traits
         size = rows * traits.layers * traits.kv_heads * (2 * traits.head_dim * 4 + 4)
         of_loop = {name: sizes.pop(name) for name in ("queue_limit", "metrics") if name in sizes}
-        batch = ServingBatch.over(model, config, pool_bytes=size, poison=True, **{"chunk_tokens": 64, **sizes})
+        trace = sizes.pop("trace", Trace())
+        batch = ServingBatch.over(model, config, trace, pool_bytes=size, poison=True, **{"chunk_tokens": 64, **sizes})
         loops.append(ServingLoop(batch, model, **of_loop))
         assert loops[-1].batch.pool.pages == rows * traits.layers * traits.kv_heads // config.page_size
         return loops[-1]

@@ -13,6 +13,7 @@ import torch
 from bpkv_trt.errors import BpkvError, ConfigError, InputError, QueueFull
 from bpkv_trt.models.stop_tokens import stop_tokens_of
 from bpkv_trt.models.tokenizers import load_tokenizer
+from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.engine import Engine, make_pool
 from bpkv_trt.runtime.engine_batch import EngineBatch
 from bpkv_trt.runtime.engine_runner import EngineRunner
@@ -46,7 +47,7 @@ def make_loop(place, endless):
 
     def make(queue_limit=64, **settings):
         served = {"engine": str(place.folder), "tokenizer": str(endless), "options": OPTIONS}
-        batch, words = open_batch(ServingSettings(**{**served, **settings}))
+        batch, words = open_batch(ServingSettings(**{**served, **settings}), Trace())
         loops.append(ServingLoop(batch, words, queue_limit=queue_limit))
         return loops[-1]
 
@@ -494,4 +495,4 @@ def test_what_a_server_cannot_be_started_with(place, tmp_path):
         ({"most_running": 0}, "most_running is 0"),
     ):
         with pytest.raises(BpkvError, match=words):
-            open_batch(ServingSettings(**{**served, **changes}))
+            open_batch(ServingSettings(**{**served, **changes}), Trace())
