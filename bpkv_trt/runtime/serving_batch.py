@@ -183,7 +183,7 @@ class ServingBatch:
         Returns the requests that took part. One that goes wrong is ended with its `error` and leaves the others; a
         forward pass that fails ends all who took part.
         """
-        self._admit()
+        not_opened = self._admit()
         parts = self._parts()
         self.failed = False
         try:
@@ -195,17 +195,25 @@ class ServingBatch:
         else:
             for (batched, tokens), row in zip(parts, logits, strict=True):
                 self._advance(batched, len(tokens), row)
-        return [batched for batched, _ in parts]
+        return [*not_opened, *(batched for batched, _ in parts)]
 
-    def _admit(self) -> None:
-        """Open waiting requests, first come, first served, while the pool can hold all that run to their ends."""
-        while self.waiting and len(self.running) < self.most_running:
-            if not self._fits(self.waiting[0].need):
-                break
+    def _admit(self) -> list[BatchedRequest]:
+        """Open waiting requests, first come, first served, while the pool can hold all that run to their ends.
+
+        Returns those that could not be opened, ended with their errors.
+        """
+        not_opened = list[BatchedRequest]()
+        while self.waiting and len(self.running) < self.most_running and self._fits(self.waiting[0].need):
             batched = self.waiting.popleft()
-            batched.request.sequence = batched.engine.open(batched.request.rows_to_come)
-            self.running.append(batched)
+            try:
+                batched.request.sequence = batched.engine.open(batched.request.rows_to_come)
+            except Exception as error:
+                self._fail(batched, error)
+                not_opened.append(batched)
+            else:
+                self.running.append(batched)
         assert self.running or not self.waiting, "a request that fits alone waits, and nothing runs"
+        return not_opened
 
     def _fits(self, further: PageNeed) -> bool:
         """Whether the pool has room for all that those who run may still take, and for one more."""

@@ -460,6 +460,34 @@ def test_a_batch_that_fails_is_told_and_the_next_is_fresh(make_loop, alone, monk
     assert again.last.finish_reason == "length" and again.text == alone(asked(1)).text and loop.healthy
 
 
+@pytest.mark.parametrize("where", ["in its own batch", "beside others"])
+def test_a_batch_that_cannot_be_put_together_ends_who_is_in_it_and_no_others(make_loop, alone, monkeypatch, where):
+    loop, received = make_loop(most_running=2), [Received() for _ in range(3)]
+    requests = [asked(1), asked(2, 100), asked(3)]
+    broken = alone.prompt(requests[1])
+    stream, check_sizes = EngineRunner.stream, EngineRunner.check_sizes
+
+    def unable(self, prompts, *given):
+        if broken in prompts:
+            raise RuntimeError("a fault of ours")
+        return stream(self, prompts, *given)
+
+    def uncheckable(self, lengths, *given):
+        if len(lengths) > 1 and len(broken) in lengths:
+            raise RuntimeError("a fault of ours")
+        return check_sizes(self, lengths, *given)
+
+    monkeypatch.setattr(EngineRunner, "check_sizes", uncheckable)
+    if where == "in its own batch":
+        monkeypatch.setattr(EngineRunner, "stream", unable)
+    with loop._changed:
+        for request, each in zip(requests, received, strict=True):
+            loop.submit(request, each)
+    assert received[0].last and received[2].last
+    assert [received[place].text for place in (0, 2)] == [alone(requests[place]).text for place in (0, 2)]
+    assert received[1].last.finish_reason == ("error" if where == "in its own batch" else "length")
+
+
 def test_a_fault_of_ours_is_told_without_the_servers_insides(make_loop, monkeypatch):
     loop, received = make_loop(), Received()
 
