@@ -62,6 +62,11 @@ class EngineBatch:
         pool = self._runner.session.running_pool
         return 0 if pool is None else pool.live_pages
 
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest prompt that could ever be served."""
+        return self._runner.built.limits.max_input_len
+
     def prepare(self, request: ServingRequest, prompt: Sequence[int]) -> EngineRequest:
         """Check a request whose text is these tokens; any thread may do so.
 

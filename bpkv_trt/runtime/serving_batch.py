@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -31,6 +31,7 @@ class BatchedRequest:
     request: Request
     need: PageNeed
     encoded: int = 0
+    given_up: list[CompactionEvent] = field(default_factory=list)  # of a run that was started over
     error: Exception | None = None
 
     @property
@@ -41,7 +42,7 @@ class BatchedRequest:
     @property
     def events(self) -> Sequence[CompactionEvent]:
         """What was compacted."""
-        return self.request.events
+        return [*self.given_up, *self.request.events]
 
     @property
     def finished(self) -> FinishReason | None:
@@ -131,6 +132,11 @@ class ServingBatch:
     def pages_live(self) -> int:
         """Pages of the pool that sequences own."""
         return self.pool.live_pages
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest prompt that could ever be served."""
+        return self.host.traits.max_positions - 1
 
     def prepare(self, request: ServingRequest, prompt: Sequence[int]) -> BatchedRequest:
         """Check a request whose text is these tokens; any thread may do so.
@@ -267,6 +273,7 @@ class ServingBatch:
 
         No token was drawn yet: it waits, first of all, for room to the end of its answer with nothing evicted.
         """
+        batched.given_up += batched.request.events
         self._close(batched)
         batched.request.events.clear()
         batched.encoded = 0
