@@ -110,10 +110,10 @@ class LoadRun:
         batch = ServingBatch.over(
             self._loaded,
             self._profile.config(budget),
+            trace,
             pool_bytes=self._pool_bytes,
             chunk_tokens=self._load.chunk_tokens,
             most_running=self._load.most_running,
-            trace=trace,
         )
         return ServingLoop(batch, self._loaded, queue_limit=self._load.requests, metrics=metrics)
 

@@ -1,12 +1,14 @@
 """Prompts as token ids, and answers as text."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
 from bpkv_trt.errors import InputError, ModelError
 from bpkv_trt.models.conversation import Turn
 from bpkv_trt.models.failure import told
+from bpkv_trt.models.fewest_tokens import FewestTokens
 
 GAP = "[[gap]]"  # stands for a turn's content when a template is taken apart
 MEND_TEMPLATE = (
@@ -19,7 +21,8 @@ class PromptEncoder:
     """Text to token ids: through the chat template where the tokenizer has one, with one BOS at most.
 
     A chat template writes its own BOS, so its text is encoded without special tokens: a doubled BOS turns a good
-    model's answers into nonsense.
+    model's answers into nonsense. Any number of threads may use one at once: nothing that is called here changes how
+    the tokenizer pads or truncates, which alone is kept in it, and fast ones encode without Python's lock.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, always_bos: bool = False) -> None:
@@ -30,35 +33,43 @@ class PromptEncoder:
         self.has_chat_template = tokenizer.chat_template is not None
 
     def encode(
-        self, text: str, question: str | None = None, question_after: str | None = None, *, raw: bool = False
+        self,
+        text: str,
+        question: str | None = None,
+        question_after: str | None = None,
+        *,
+        raw: bool = False,
+        most_tokens: int | None = None,
     ) -> list[list[int]]:
         """Ids of a prompt, in the parts that are encoded one after the other, up to where the answer begins.
 
         `question` follows the text after an empty line. `question_after` does too, but as a part of its own: with a
         chat template both parts make up one user turn, cut before the question (after an empty answer of the
         assistant many models say nothing more, within the same turn they answer). InputError where a template does
-        not show the user's text as it is, ModelError where it fails or leaves the text out.
+        not show the user's text as it is, or where it is certain before it is encoded that the first part has more than
+        `most_tokens`, which may take seconds to find out; ModelError where it fails or leaves the text out.
         """
         content = text if question is None else f"{text}\n\n{question}"
         if raw or not self.has_chat_template:
             return [
-                self.encode_raw(content),
+                self.encode_raw(content, most_tokens),
                 *([] if question_after is None else [self.encode_further(question_after)]),
             ]
         if question_after is None:
-            return [self._encode(self._render(content))]
+            return [self._encode(self._render(content), most_tokens)]
         before, found, after = self._frame()
         if not found:
             raise InputError(
                 "The model's chat template does not show the user's text as it is, so it cannot be cut before the "
                 "question. Use --question instead of --question-after, or --raw."
             )
-        return [self._encode(before + content), self._encode(f"\n\n{question_after}{after}")]
+        return [self._encode(before + content, most_tokens), self._encode(f"\n\n{question_after}{after}")]
 
-    def encode_turns(self, turns: Sequence[Turn]) -> list[int]:
+    def encode_turns(self, turns: Sequence[Turn], *, most_tokens: int | None = None) -> list[int]:
         """Ids of a conversation, up to where its next answer begins.
 
-        InputError where there is no chat template, or where it does not take these turns, or leaves some of them out.
+        InputError where there is no chat template, or where it does not take these turns, or leaves some of them out,
+        and as `encode`.
         """
         if not self.has_chat_template:
             raise InputError("The model has no chat template, so it takes no messages; give it text.")
@@ -73,11 +84,11 @@ class PromptEncoder:
             raise InputError(
                 f"The model's chat template leaves messages of the role {ignored[0]} out; give none, or text."
             )
-        return self._encode(rendered)
+        return self._encode(rendered, most_tokens)
 
-    def encode_raw(self, text: str) -> list[int]:
-        """Ids of plain text, begun with BOS if the model was trained so."""
-        ids = self._encode(text)
+    def encode_raw(self, text: str, most_tokens: int | None = None) -> list[int]:
+        """Ids of plain text, begun with BOS if the model was trained so. InputError as `encode`."""
+        ids = self._encode(text, most_tokens)
         bos = self._tokenizer.bos_token_id
         return [bos, *ids] if self.adds_bos and ids[:1] != [bos] else ids
 
@@ -128,9 +139,18 @@ class PromptEncoder:
         said = [turn.model_dump() for turn in turns]
         return str(self._tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True))
 
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+    def _encode(self, text: str, most_tokens: int | None = None) -> list[int]:
+        if most_tokens is not None and len(text) > most_tokens and (fewest := self._fewest_tokens(text)) > most_tokens:
+            raise InputError(
+                f"The prompt has {len(text)} characters, which are {fewest} tokens or more, and at most {most_tokens} "
+                "can be had here. Shorten it."
+            )
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, return_attention_mask=False)["input_ids"]
         return ids
+
+    @cached_property
+    def _fewest_tokens(self) -> FewestTokens:
+        return FewestTokens(self._tokenizer)
 
 
 def _marked(turn: Turn, role: str) -> Turn:

@@ -55,6 +55,10 @@ class Batch(Protocol[Each]):
         """Pages of the pool that sequences own."""
 
     @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest prompt that could ever be served."""
+
+    @property
     def failed(self) -> bool:
         """Whether the latest step failed, and so all who took part."""
 
@@ -70,5 +74,5 @@ class Batch(Protocol[Each]):
     def step(self) -> list[Each]:
         """Admit who can be, and bring those who run a step further; returns who took part.
 
-        Who goes wrong is ended with its `error`; nothing is raised for it.
+        Who goes wrong is ended with its `error`, be it at its admission; nothing is raised for it.
         """

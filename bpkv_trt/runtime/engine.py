@@ -72,10 +72,18 @@ class Engine:
         return self.host.pool
 
     def open(self, expected_rows: int = 0) -> int:
-        """Admit an empty sequence, which may grow to `expected_rows` (a hint for placement; nothing is reserved)."""
+        """Admit an empty sequence, which may grow to `expected_rows` (a hint for placement; nothing is reserved).
+
+        Nothing of it is left where something raises.
+        """
         sequence = self.host.admit(expected_rows)
-        self.statistics.open(sequence)
-        self.compactor.on_request_init(sequence)
+        try:
+            self.statistics.open(sequence)
+            self.compactor.on_request_init(sequence)
+        except BaseException:
+            self.statistics.close(sequence)
+            self.host.release(sequence)
+            raise
         return sequence
 
     def adopt(self, other: "Engine", sequence: int) -> int:

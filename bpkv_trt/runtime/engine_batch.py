@@ -5,7 +5,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 
 from bpkv_trt.config import BpkvConfig
-from bpkv_trt.errors import BpkvError, InputError
+from bpkv_trt.errors import InputError
 from bpkv_trt.runtime.engine_runner import EngineAnswer, EngineRunner
 from bpkv_trt.runtime.event import CompactionEvent
 from bpkv_trt.runtime.generator import FinishReason
@@ -62,6 +62,11 @@ class EngineBatch:
         pool = self._runner.session.running_pool
         return 0 if pool is None else pool.live_pages
 
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest prompt that could ever be served."""
+        return self._runner.built.limits.max_input_len
+
     def prepare(self, request: ServingRequest, prompt: Sequence[int]) -> EngineRequest:
         """Check a request whose text is these tokens; any thread may do so.
 
@@ -91,20 +96,19 @@ class EngineBatch:
 
         Returns the requests that took part. A step that fails ends them all with its error.
         """
-        if not self.running:
-            self._begin()
-        took_part, self.failed = list(self.running), False
+        self.failed, answers = False, list[EngineAnswer]()
         try:
-            answers = next(self._steps) if self._steps is not None else []
+            if not self.running:
+                self._begin()
+            if self._steps is not None:
+                answers = next(self._steps)
         except Exception as error:
             self.failed = True
-            for request in took_part:
-                request.error = error
-                self._leave(request)
-        else:
-            for request, answer in zip(self._rows, answers, strict=True):
-                if request in took_part:
-                    self._advance(request, answer)
+            return self._fail(error)
+        took_part = list(self.running)
+        for request, answer in zip(self._rows, answers, strict=True):
+            if request in took_part:
+                self._advance(request, answer)
         return took_part
 
     def _begin(self) -> None:
@@ -127,9 +131,16 @@ class EngineBatch:
         batch = [*self.running, request]
         try:
             self._runner.check_sizes([len(each.prompt) for each in batch], _most_new_tokens(batch), request.config)
-        except BpkvError:
+        except Exception:  # whatever it is: in a batch of its own, if there too, it is this request's alone
             return False
         return True
+
+    def _fail(self, error: Exception) -> list[EngineRequest]:
+        failed = list(self.running)
+        for request in failed:
+            request.error = error
+            self._leave(request)
+        return failed
 
     def _advance(self, request: EngineRequest, answer: EngineAnswer) -> None:
         request.generated, request.events, request.finished = answer.tokens, answer.events, answer.finished

@@ -2,9 +2,8 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from bpkv_trt.config import BpkvConfig
@@ -32,6 +31,7 @@ class BatchedRequest:
     request: Request
     need: PageNeed
     encoded: int = 0
+    given_up: list[CompactionEvent] = field(default_factory=list)  # of a run that was started over
     error: Exception | None = None
 
     @property
@@ -42,7 +42,7 @@ class BatchedRequest:
     @property
     def events(self) -> Sequence[CompactionEvent]:
         """What was compacted."""
-        return self.request.events
+        return [*self.given_up, *self.request.events]
 
     @property
     def finished(self) -> FinishReason | None:
@@ -99,11 +99,11 @@ class ServingBatch:
         cls,
         loaded: HostedModel,
         config: BpkvConfig,
+        trace: Trace,
         *,
         pool_bytes: int,
         chunk_tokens: int = 256,
         most_running: int = 64,
-        trace: Trace | None = None,
         poison: bool = False,
     ) -> "ServingBatch":
         """A batch of a model, over a pool of its own. `config`: what requests change options of. `poison`: free rows of
@@ -111,10 +111,8 @@ class ServingBatch:
 
         Raises ConfigError and InputError where model, configuration and sizes do not go together.
         """
-        device = loaded.model.device
-        trace = trace or Trace(synchronize=torch.cuda.synchronize if device.type == "cuda" else None)
         pool = make_pool_within(loaded, pool_bytes, config.page_size, poison=poison)
-        room, engines = free_bytes(device), Engines(loaded, config, pool, trace)
+        room, engines = free_bytes(loaded.model.device), Engines(loaded, config, pool, trace)
         return cls(engines, trace, chunk_tokens=chunk_tokens, most_running=most_running, room=room)
 
     @property
@@ -134,6 +132,11 @@ class ServingBatch:
     def pages_live(self) -> int:
         """Pages of the pool that sequences own."""
         return self.pool.live_pages
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest prompt that could ever be served."""
+        return self.host.traits.max_positions - 1
 
     def prepare(self, request: ServingRequest, prompt: Sequence[int]) -> BatchedRequest:
         """Check a request whose text is these tokens; any thread may do so.
@@ -186,7 +189,7 @@ class ServingBatch:
         Returns the requests that took part. One that goes wrong is ended with its `error` and leaves the others; a
         forward pass that fails ends all who took part.
         """
-        self._admit()
+        not_opened = self._admit()
         parts = self._parts()
         self.failed = False
         try:
@@ -198,17 +201,25 @@ class ServingBatch:
         else:
             for (batched, tokens), row in zip(parts, logits, strict=True):
                 self._advance(batched, len(tokens), row)
-        return [batched for batched, _ in parts]
+        return [*not_opened, *(batched for batched, _ in parts)]
 
-    def _admit(self) -> None:
-        """Open waiting requests, first come, first served, while the pool can hold all that run to their ends."""
-        while self.waiting and len(self.running) < self.most_running:
-            if not self._fits(self.waiting[0].need):
-                break
+    def _admit(self) -> list[BatchedRequest]:
+        """Open waiting requests, first come, first served, while the pool can hold all that run to their ends.
+
+        Returns those that could not be opened, ended with their errors.
+        """
+        not_opened = list[BatchedRequest]()
+        while self.waiting and len(self.running) < self.most_running and self._fits(self.waiting[0].need):
             batched = self.waiting.popleft()
-            batched.request.sequence = batched.engine.open(batched.request.rows_to_come)
-            self.running.append(batched)
+            try:
+                batched.request.sequence = batched.engine.open(batched.request.rows_to_come)
+            except Exception as error:
+                self._fail(batched, error)
+                not_opened.append(batched)
+            else:
+                self.running.append(batched)
         assert self.running or not self.waiting, "a request that fits alone waits, and nothing runs"
+        return not_opened
 
     def _fits(self, further: PageNeed) -> bool:
         """Whether the pool has room for all that those who run may still take, and for one more."""
@@ -262,6 +273,7 @@ class ServingBatch:
 
         No token was drawn yet: it waits, first of all, for room to the end of its answer with nothing evicted.
         """
+        batched.given_up += batched.request.events
         self._close(batched)
         batched.request.events.clear()
         batched.encoded = 0

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bpkv_trt.models.loading import load_model
 from bpkv_trt.models.placement import device_of, dtype_of
 from bpkv_trt.models.tokenizers import Words, load_tokenizer
@@ -16,9 +14,8 @@ from bpkv_trt.runtime.serving_batch import ServingBatch
 from bpkv_trt.serving_settings import ServingSettings
 
 
-def open_batch(settings: ServingSettings, trace: Trace | None = None) -> tuple[Batch[Any], Words]:
+def open_batch(settings: ServingSettings, trace: Trace) -> tuple[Batch[Any], Words]:
     """Load it; raises a BpkvError of the kind that fits where that is not possible."""
-    trace = trace or Trace(synchronize=torch.cuda.synchronize if torch.cuda.is_available() else None)
     with trace.range("load"):
         return _of_model(settings, settings.model, trace) if settings.model else _of_engine(settings, trace)
 
@@ -29,10 +26,10 @@ def _of_model(settings: ServingSettings, model: str, trace: Trace) -> tuple[Batc
     batch = ServingBatch.over(
         loaded,
         settings.config,
+        trace,
         pool_bytes=settings.pool_bytes,
         chunk_tokens=settings.chunk_tokens,
         most_running=settings.most_running,
-        trace=trace,
     )
     return batch, loaded
 

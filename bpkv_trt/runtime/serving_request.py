@@ -10,7 +10,7 @@ from bpkv_trt.models.prompt_encoder import PromptEncoder
 from bpkv_trt.request import LARGEST_PROMPT
 from bpkv_trt.runtime.sampling import SamplingParams
 
-Outcome = Literal["stop", "length", "cancelled", "timeout", "error"]
+Outcome = Literal["stop", "length", "cancelled", "timeout", "error", "refused"]
 MOST_STOPS = 64
 LONGEST_STOP = 1000  # characters, which may be held back until it is clear that no stop string begins there
 
@@ -73,11 +73,21 @@ class ServingRequest:
             if not 0 < len(each) <= LONGEST_STOP:
                 raise InputError(f"A string of stop has {len(each)} characters; give 1 to {LONGEST_STOP}.")
 
-    def encoded(self, encoder: PromptEncoder) -> list[int]:
-        """The prompt as token ids. Raises InputError and ModelError where the chat template does not take it."""
+    @property
+    def characters(self) -> int:
+        """Of all texts."""
+        said = () if self.messages is None else (turn.content for turn in self.messages)
+        return sum(map(len, (self.text, self.question or "", *said)))
+
+    def encoded(self, encoder: PromptEncoder, most_tokens: int) -> list[int]:
+        """The prompt as token ids.
+
+        Raises InputError and ModelError where the chat template does not take it, InputError also where it is certain
+        before it is encoded that it has more than `most_tokens`.
+        """
         if self.messages is not None:
-            return encoder.encode_turns(self.messages)
-        (prompt,) = encoder.encode(self.text, self.question, raw=self.raw)
+            return encoder.encode_turns(self.messages, most_tokens=most_tokens)
+        (prompt,) = encoder.encode(self.text, self.question, raw=self.raw, most_tokens=most_tokens)
         return prompt
 
     def sampling(self, stop_tokens: frozenset[int]) -> SamplingParams:

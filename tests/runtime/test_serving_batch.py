@@ -1,5 +1,6 @@
 """Requests of any configurations in one batch: each as if it ran alone, over a pool that never promises too much."""
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -280,6 +281,28 @@ def test_a_forward_pass_that_fails_ends_those_in_it_and_no_others() -> None:
     del served.asked[first]
     served.step()
     assert not served.batch.failed
+    served.run()
+
+
+@pytest.mark.parametrize("fails", ["admit", "open", "on_request_init"])
+def test_a_request_that_cannot_be_opened_ends_alone(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    """Whatever its opening came to: nothing of it is left, and those behind it are admitted in the same step."""
+    served = Served("llama", rows=400, chunk_tokens=100)
+    broken = served.add(Kind({"policy": "h2o"}, 1, 10, GREEDY))
+    others = [served.add(Kind(options, 2, 10, GREEDY)) for options in ({"policy": "h2o"}, {"policy": "full"})]
+    owner = {"admit": served.pool, "open": broken.engine.statistics, "on_request_init": broken.engine.compactor}[fails]
+    honest, calls = getattr(owner, fails), itertools.count()
+
+    def fail_once(*given: Any) -> Any:
+        if next(calls) == 0:
+            raise MemoryError
+        return honest(*given)
+
+    monkeypatch.setattr(owner, fails, fail_once)
+    assert served.batch.step() == [broken, *others]
+    assert isinstance(broken.error, MemoryError) and broken.finished == "aborted" and not served.batch.failed
+    assert len(served.pool.sequences) == len(served.batch.running) == 2
+    del served.asked[broken]
     served.run()
 
 

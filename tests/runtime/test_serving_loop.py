@@ -1,84 +1,26 @@
 """The serving loop from outside: any thread asks, cancels and shuts down; each request has exactly one end."""
 
 import random
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from torch import Tensor, nan
 
-from bpkv_trt.config import BpkvConfig
 from bpkv_trt.errors import BpkvError, ConfigError, InputError, PoolExhausted, QueueFull
 from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.answer_text import AnswerText
 from bpkv_trt.runtime.compactor import Compactor
-from bpkv_trt.runtime.engine import Engine, make_pool
-from bpkv_trt.runtime.engines import Engines
-from bpkv_trt.runtime.generator import Generator
-from bpkv_trt.runtime.serving_batch import ServingBatch
 from bpkv_trt.runtime.serving_loop import ServingLoop
 from bpkv_trt.runtime.serving_metrics import ServingMetrics
 from bpkv_trt.runtime.serving_request import ServingOutput, ServingRequest
-from bpkv_trt.runtime.step import Chunk
 from bpkv_trt.runtime.torch_host import TorchHost
 from build_scripts.recall_text import recall_prompt
-from tests.runtime.conftest import SMALL, loaded
+from tests.runtime.asked import alone, asked
+from tests.runtime.conftest import MakeLoop, loaded
 from tests.runtime.received import PATIENCE, Received
-
-CONFIG: dict[str, Any] = {**SMALL, "budget": "0.3", "lookahead": 4, "rehearsal": 0, "refine": 8}
-
-
-MakeLoop = Callable[..., ServingLoop]
-
-
-@pytest.fixture
-def make_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeLoop]:
-    """Loops over poisoned pools that are checked after every step, and are empty when the test is done."""
-    loops = list[ServingLoop]()
-    step = ServingBatch.step
-
-    def checked(self: ServingBatch) -> Any:
-        took_part = step(self)
-        self.pool.check_integrity()
-        return took_part
-
-    monkeypatch.setattr(ServingBatch, "step", checked)
-
-    def make(rows: int = 900, options: dict[str, Any] | None = None, **sizes: Any) -> ServingLoop:
-        model, config = loaded("tiny-llama"), BpkvConfig(**{**CONFIG, **(options or {})})
-        traits = model.traits
-        size = rows * traits.layers * traits.kv_heads * (2 * traits.head_dim * 4 + 4)
-        of_loop = {name: sizes.pop(name) for name in ("queue_limit", "metrics") if name in sizes}
-        batch = ServingBatch.over(model, config, pool_bytes=size, poison=True, **{"chunk_tokens": 64, **sizes})
-        loops.append(ServingLoop(batch, model, **of_loop))
-        assert loops[-1].batch.pool.pages == rows * traits.layers * traits.kv_heads // config.page_size
-        return loops[-1]
-
-    yield make
-    for loop in loops:
-        loop.shutdown(PATIENCE)
-        assert not loop.healthy and not loop.batch.waiting and not loop.batch.running
-        assert loop.batch.pool.live_pages == 0 and loop.batch.pool.sequences == ()
-
-
-def asked(number: int, tokens: int = 120, **options: Any) -> ServingRequest:
-    return ServingRequest(**{"text": recall_prompt(number, tokens)[0], "raw": True, "max_tokens": 12, **options})
-
-
-def alone(request: ServingRequest) -> str:
-    """What a plain generator answers to a request without stop strings."""
-    model = loaded("tiny-llama")
-    pool = make_pool(model, 900, SMALL["page_size"])
-    base = Engine(model, BpkvConfig(**CONFIG), pool)
-    config = Engines(model, BpkvConfig(**CONFIG), pool, base.trace).configured(request.options)
-    engine = Engine(model, config, pool)
-    generator = Generator(engine)
-    turns = model.encoder.encode(request.text, request.question, raw=request.raw)
-    answer = generator.add(turns, request.sampling(engine.statistics.stop_tokens))
-    generator.generate([answer])
-    return str(model.tokenizer.decode(answer.generated, skip_special_tokens=True))
 
 
 def requests() -> list[ServingRequest]:
@@ -182,16 +124,16 @@ def test_a_request_that_is_over_before_the_loop_looked_at_it_harms_nobody(
     make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, over: str
 ) -> None:
     loop, long, short = make_loop(), Received(), Received()
-    end_what_is_due, came = loop._end_what_is_due, list[int]()
+    end_what_is_over, came = loop._end_what_is_over, list[int]()
 
     def just_before() -> None:
         if not came:
             came.append(loop.submit(asked(3, timeout_s=1e-9 if over == "limit" else None), short))
             if over == "cancelled":
                 loop.cancel(came[0])
-        end_what_is_due()
+        end_what_is_over()
 
-    monkeypatch.setattr(loop, "_end_what_is_due", just_before)
+    monkeypatch.setattr(loop, "_end_what_is_over", just_before)
     loop.submit(asked(2), long)
     assert (long.last.finish_reason, long.text) == ("length", alone(asked(2)))
     assert short.last.finish_reason == ("timeout" if over == "limit" else "cancelled")
@@ -300,20 +242,6 @@ def test_a_cancel_between_the_last_token_and_the_last_output_is_obeyed(
     assert received.last.finish_reason == "cancelled" and received.last.text == "" and answers == [True]
 
 
-def test_a_receiver_that_fails_cancels_its_own_request_only(make_loop: MakeLoop) -> None:
-    loop, other, calls = make_loop(), Received(), list[ServingOutput]()
-
-    def failing(output: ServingOutput) -> None:
-        calls.append(output)
-        raise RuntimeError("the client has gone")
-
-    loop.submit(asked(1, max_tokens=30), failing)
-    loop.submit(asked(2), other)
-    assert other.last.finish_reason == "length"
-    assert loop.shutdown(PATIENCE)
-    assert [output.finish_reason for output in calls] == [None, "cancelled"]
-
-
 def test_timeouts_end_what_runs_and_what_waits(make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, running, waiting = make_loop(most_running=1), Received(), Received()
     honest, ahead = time.monotonic, [0.0]
@@ -331,47 +259,59 @@ def test_timeouts_end_what_runs_and_what_waits(make_loop: MakeLoop, monkeypatch:
     assert loop.metrics.snapshot().requests["timeout"] == 2
 
 
-def test_what_cannot_be_served_is_refused_at_once(make_loop: MakeLoop) -> None:
-    loop, received = make_loop(rows=96), Received()
+def test_values_that_no_request_can_have_are_refused_at_once(make_loop: MakeLoop) -> None:
+    loop = make_loop()
+    for request, words in (
+        (asked(1, text=" \n"), "text is empty"),
+        (asked(1, text="\ud800"), "surrogate"),
+        (asked(1, question=""), "question is empty"),
+        (asked(1, max_tokens=2.0), "whole number"),
+        (asked(1, temperature="warm"), "give a number"),
+        (asked(1, seed=-1), "seed"),
+        (asked(1, stop=("",)), "0 characters"),
+        (asked(1, stop=("a",) * 65), "at most 64"),
+        (asked(1, stop="END"), "give strings"),
+        (asked(1, timeout_s=0), "positive"),
+        (asked(1, options={1: 2}), "names of options"),
+    ):
+        for take in (lambda request: loop.submit(request, Received()), loop.check):
+            with pytest.raises(InputError, match=words):
+                take(request)
+    assert sum(loop.metrics.snapshot().requests.values()) == 0, "who asked tells, and counts"
+
+
+def test_what_cannot_be_served_is_refused(make_loop: MakeLoop) -> None:
+    loop = make_loop(rows=96)
     refused: Sequence[tuple[ServingRequest, type[BpkvError], str]] = (
-        (asked(1, text=" \n"), InputError, "text is empty"),
-        (asked(1, text="\ud800"), InputError, "surrogate"),
-        (asked(1, question=""), InputError, "question is empty"),
         (asked(1, max_tokens=0), ConfigError, "at least 1"),
-        (asked(1, max_tokens=2.0), InputError, "whole number"),
         (asked(1, max_tokens=10**6), InputError, "knows 2048 positions"),
+        (asked(1, text="a" * 30_000), InputError, "30000 characters, which are .* tokens or more, and at most 2047"),
         (asked(1, temperature=-1.0), ConfigError, "temperature"),
         (asked(1, temperature=float("nan")), ConfigError, "temperature"),
-        (asked(1, temperature="warm"), InputError, "give a number"),
         (asked(1, top_p=0.5), ConfigError, "temperature is 0"),
-        (asked(1, seed=-1), InputError, "seed"),
-        (asked(1, stop=("",)), InputError, "0 characters"),
-        (asked(1, stop=("a",) * 65), InputError, "at most 64"),
-        (asked(1, stop="END"), InputError, "give strings"),
-        (asked(1, timeout_s=0), InputError, "positive"),
         (asked(1, options={"budget": "lots"}), ConfigError, "not a budget"),
         (asked(1, options={"policy": "best"}), ConfigError, "not a policy"),
         (asked(1, options={"layer_table": "/etc/passwd"}), ConfigError, "file of the server"),
-        (asked(1, options={1: 2}), InputError, "names of options"),
         (asked(1, max_tokens=200, options={"policy": "full"}), PoolExhausted, "in all"),
     )
     for request, error, words in refused:
-        with pytest.raises(error, match=words):
-            loop.submit(request, received)
-        with pytest.raises(error, match=words):
+        received = Received()
+        loop.submit(request, received)
+        with pytest.raises(error, match=words) as raised:
             loop.check(request)
+        assert received.last == ServingOutput("", 0, "refused", str(raised.value))
+        assert received.outputs == [received.last]
     loop.check(asked(1, tokens=20))
     counted = loop.metrics.snapshot()
-    assert received.outputs == [] and counted.requests["refused"] == sum(counted.requests.values()) == len(refused)
+    assert counted.requests["refused"] == sum(counted.requests.values()) == len(refused)
 
 
-def test_scoring_that_memory_cannot_hold_is_refused_at_once(
-    make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scoring_that_memory_cannot_hold_is_refused(make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bpkv_trt.runtime.serving_batch.free_bytes", lambda _: 1 << 28)
-    loop, received = make_loop(), Received()
-    with pytest.raises(InputError, match="more than the 256 MiB .* lower what was raised of top_k"):
-        loop.submit(asked(1, options={"probes": 1024, "refine": 2**16}), Received())
+    loop, refused, received = make_loop(), Received(), Received()
+    loop.submit(asked(1, options={"probes": 1024, "refine": 2**16}), refused)
+    assert refused.last.finish_reason == "refused"
+    assert re.search("more than the 256 MiB .* lower what was raised of top_k", str(refused.last.error))
     loop.submit(asked(1), received)
     assert received.last.finish_reason == "length"
 
@@ -398,79 +338,6 @@ def test_a_full_queue_refuses_and_later_does_not(make_loop: MakeLoop) -> None:
     again = Received()
     loop.submit(asked(4), again)
     assert again.last.finish_reason == "length"
-
-
-def test_logits_that_are_nan_are_an_error_of_one_request(make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, broken, other = make_loop(), Received(), Received()
-    forward = TorchHost.forward
-    doomed = loaded("tiny-llama").encoder.encode_raw(recall_prompt(1, 120)[0])
-
-    def spoil(self: TorchHost, chunks: Sequence[Chunk], **options: bool) -> Tensor:
-        logits = forward(self, chunks, **options)
-        for row, chunk in enumerate(chunks):
-            if self.tokens[chunk.sequence][: len(doomed)] == doomed:
-                logits[row] *= nan
-        return logits
-
-    monkeypatch.setattr(TorchHost, "forward", spoil)
-    loop.submit(asked(1), broken)
-    loop.submit(asked(2), other)
-    assert broken.last.finish_reason == "error" and "NaN or Inf" in str(broken.last.error)
-    assert other.last.finish_reason == "length" and other.last.tokens == 12 and loop.healthy
-
-
-def test_a_failed_step_is_told_without_the_servers_insides_and_the_loop_goes_on(
-    make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop, broken, health = make_loop(), Received(), list[bool]()
-    forward = TorchHost.forward
-
-    def fail(*_: object, **__: object) -> Tensor:
-        raise RuntimeError("CUDA went away at /usr/lib/secret.py")
-
-    def receive(output: ServingOutput) -> None:
-        health.append(loop.healthy)
-        broken(output)
-
-    monkeypatch.setattr(TorchHost, "forward", fail)
-    loop.submit(asked(1), receive)
-    assert broken.last.finish_reason == "error" and health == [False]
-    assert "RuntimeError" in str(broken.last.error) and "secret" not in str(broken.last.error)
-    monkeypatch.setattr(TorchHost, "forward", forward)
-    again = Received()
-    loop.submit(asked(1), again)
-    assert again.last.finish_reason == "length" and loop.healthy
-
-
-def test_a_loop_that_fails_itself_tells_everybody_and_takes_no_more(
-    make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop, received = make_loop(), [Received(), Received()]
-
-    def fail(self: ServingBatch) -> None:
-        raise AssertionError("a fault of ours")
-
-    with monkeypatch.context() as patched, loop._changed:
-        patched.setattr(ServingBatch, "step", fail)
-        for number, each in enumerate(received):
-            loop.submit(asked(number), each)
-        loop._changed.wait_for(lambda: not loop._clients, PATIENCE)
-    assert [each.last.finish_reason for each in received] == ["error", "error"]
-    loop._thread.join(PATIENCE)
-    assert not loop.healthy and loop.metrics.snapshot().gauges["bpkv_healthy"] == 0
-    with pytest.raises(QueueFull, match="shutting down"):
-        loop.submit(asked(1), Received())
-    loop.batch.waiting.clear()  # nothing of a dead loop is used again
-
-
-def test_a_compaction_that_did_not_happen_is_counted(make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, received = make_loop(), Received()
-    monkeypatch.setattr(Compactor, "_choose", lambda *_: 3)
-    loop.submit(asked(1, options={"regime": "prefill"}), received)
-    assert received.last.finish_reason == "length" and received.last.entries_kept == received.last.entries_total
-    assert received.text == alone(asked(1, options={"policy": "full"}))
-    counted = loop.metrics.snapshot()
-    assert counted.counters["bpkv_fallbacks_total"] == 1 and counted.counters["bpkv_entries_evicted_total"] == 0
 
 
 def test_a_shutdown_lets_requests_end_and_takes_no_more(make_loop: MakeLoop) -> None:

@@ -8,6 +8,7 @@ import pytest
 from bpkv_trt.cli import main
 from bpkv_trt.errors import ConfigError
 from bpkv_trt.model_repository_command import NOT_OF_ENGINES
+from bpkv_trt.profiling import Trace
 from bpkv_trt.runtime.engine_batch import EngineBatch
 from bpkv_trt.runtime.serving_host import open_batch
 from bpkv_trt.serving_settings import ServingSettings
@@ -54,7 +55,7 @@ def test_what_is_written_is_what_a_server_opens(place, tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     with place.installed():
-        batch, _ = open_batch(settings)
+        batch, _ = open_batch(settings, Trace())
     assert isinstance(batch, EngineBatch)
     config = batch._runner.config
     assert (str(config.budget), config.recent, config.interval) == ("0.4", 6, 9)
