@@ -19,7 +19,7 @@ COUNTERS = {
 GAUGES = {
     "bpkv_pages_free": "pages of the pool that nobody owns",
     "bpkv_pages_live": "pages of the pool that requests own",
-    "bpkv_queue_length": "requests that wait to be admitted",
+    "bpkv_queue_length": "requests that wait to be admitted, or are being encoded",
     "bpkv_running": "requests that run",
     "bpkv_healthy": "1 where the loop runs and its last step did not fail for all",
 }

@@ -4,8 +4,10 @@ import json
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -296,6 +298,53 @@ def test_a_full_queue_is_told_and_takes_requests_again(server: TritonServer) -> 
         answers = [each.result(120).text for each in eight]
     assert set(answers) == {alone(ENDLESS["text"], "0.5", 400, "snapkv")[0]}
     assert server.metrics()[REFUSED] == before + 1
+
+
+OUTCOMES: dict[str, tuple[dict[str, Any], str]] = {  # what is asked, and what it is counted as
+    "whole": ({"text": TEXT, "sampling_param_max_tokens": 2}, "length"),
+    "ended by its stop string": ({"text": TEXT, "sampling_param_stop": [" ", "s", "a", "e", "i"]}, "stop"),
+    "out of time": ({**ENDLESS, "bpkv_timeout_s": 0.3}, "timeout"),
+    "of an unknown input": ({"text": TEXT, "bpkv_buget": "0.2"}, "refused"),
+    "past the server's limits": ({"text": TEXT, "sampling_param_max_tokens": 1601}, "refused"),
+    "of a value that none can have": ({"text": TEXT, "sampling_param_stop": [""]}, "refused"),
+    "of nothing": ({"text": ""}, "refused"),
+    "of no options": ({"text": TEXT, "bpkv_policy": "best"}, "refused"),
+    "with a budget below what is protected": ({"text": TEXT, "bpkv_budget": "3t"}, "refused"),
+    "longer than the model knows": ({"text": "the snow is bright. " * 500}, "refused"),
+    "certain to be longer": ({"text": "the snow is bright. " * 2000}, "refused"),
+}
+
+
+def test_every_request_has_one_outcome_and_what_stops_another_has_none(server: TritonServer) -> None:
+    def counted() -> Counter[str]:
+        found = server.metrics_when("bpkv_running", 0)
+        return Counter({name.split('"')[1]: int(found[name]) for name in found if "outcome=" in name})
+
+    before, sent = counted(), Counter[str]()
+    for client in (generate, generate_stream, infer_stream):
+        for inputs, outcome in OUTCOMES.values():
+            if client is not infer_stream or "bpkv_buget" not in inputs:  # which gRPC refuses itself
+                sent[outcome] += 1
+                with suppress(Refused):
+                    client(server, **inputs)
+    with ThreadPoolExecutor(5) as pool:  # the pool holds one of them
+        five = [pool.submit(generate, server, id="number 0", **ENDLESS)]
+        server.metrics_when("bpkv_running", 1)
+        five += [pool.submit(generate, server, id=f"number {number}", **ENDLESS) for number in range(1, 5)]
+        server.metrics_when("bpkv_queue_length", 4)
+        with pytest.raises(Refused, match="as many as may"):
+            generate(server, TEXT)
+        for number in range(5):
+            generate(server, "", stop=True, id=f"number {number}")
+            with pytest.raises(Refused, match="was cancelled"):
+                five[number].result(60)
+    with pytest.raises(Refused, match="No request runs"):
+        generate(server, "", stop=True, id="nobody's")
+    sent.update({"cancelled": 5, "refused": 1})
+    end = time.monotonic() + 20
+    while counted() - before != sent and time.monotonic() < end:  # published ten times a second
+        time.sleep(0.05)
+    assert counted() - before == sent
 
 
 def test_a_crowd_with_faults_in_it_gets_right_answers_or_reasons(server: TritonServer) -> None:

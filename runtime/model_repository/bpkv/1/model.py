@@ -1,10 +1,13 @@
 """The model that Triton's Python backend runs: tensors in, tensors out. What is decided, ServingLoop decides."""
 
 import json
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -28,7 +31,13 @@ from bpkv_trt.trace_file import traced
 
 POLL_S = 0.1  # between looks whether clients have gone, which Triton does not tell by itself
 FAILED = "The server failed at this request; its log says why. Other requests are not affected."
-ERRORS = {"cancelled": "CANCELLED", "timeout": "UNAVAILABLE", "error": "INTERNAL"}  # by finish reason
+ERRORS = {  # by finish reason
+    "cancelled": "CANCELLED",
+    "timeout": "UNAVAILABLE",
+    "error": "INTERNAL",
+    "refused": "INVALID_ARG",
+}
+LOOP_FAILED = 70  # exit code of the process, which whoever watches it starts again
 
 
 class TritonPythonModel:
@@ -61,11 +70,12 @@ class TritonPythonModel:
             sender = request.get_response_sender()
             try:
                 self._take(request, sender)
-            except QueueFull as error:
-                _refuse(sender, self._told(error), "UNAVAILABLE")
             except BpkvError as error:
-                _refuse(sender, self._told(error), "INVALID_ARG")
+                self._loop.metrics.ended("refused")
+                code = "UNAVAILABLE" if isinstance(error, QueueFull) else "INVALID_ARG"
+                _refuse(sender, self._told(str(error)), code)
             except Exception as error:
+                self._loop.metrics.ended("error")
                 pb_utils.Logger.log_error(f"bpkv: a request failed: {type(error).__name__}: {error}")
                 _refuse(sender, FAILED, "INTERNAL")
 
@@ -118,29 +128,35 @@ class TritonPythonModel:
         due = time.monotonic()
         while not (self._ended.is_set() and self._outputs.empty()):
             try:
-                answer, output = self._outputs.get(timeout=POLL_S)
+                self._send_one(*self._outputs.get(timeout=POLL_S))
             except Empty:
-                pass
-            else:
-                if output.finish_reason is not None:
-                    self._forget(answer)
-                answer.receive(output)
+                if self._loop.failed and self._outputs.empty():
+                    os._exit(LOOP_FAILED)  # all has been told; nothing is under way that the server would wait for
             if time.monotonic() >= due:
                 self._look_around()
                 due = time.monotonic() + POLL_S
         self._published.publish(self._loop.metrics)
 
+    def _send_one(self, answer: "Answer", output: ServingOutput) -> None:
+        if output.finish_reason is not None:
+            self._forget(answer)
+        if output.error is not None:
+            output = replace(output, error=self._told(output.error))
+        with answer.failing_alone():
+            answer.receive(output)
+
     def _look_around(self) -> None:
         with self._guard:
             running = list(self._running)
         for answer in running:
-            if answer.handle is not None and answer.has_lost_its_client():
-                self._loop.cancel(answer.handle)
+            with answer.failing_alone():
+                if answer.handle is not None and answer.is_lost():
+                    self._loop.cancel(answer.handle)
         self._published.publish(self._loop.metrics)
 
-    def _told(self, error: BpkvError) -> str:
+    def _told(self, error: str) -> str:
         """An error in one paragraph, without the name of what is served, which may be a path of this machine."""
-        return " ".join(str(error).split()).replace(self._settings.source, "the model")
+        return " ".join(error.split()).replace(self._settings.source, "the model")
 
 
 class PublishedMetrics:
@@ -155,6 +171,8 @@ class PublishedMetrics:
         self._counters = {name: requests.Metric(labels={**self._labels, "outcome": name}) for name in OUTCOMES}
         self._counters |= {name: self._metric(name, said, kinds.COUNTER) for name, said in COUNTERS.items()}
         self._counted: dict[str, int] = {}  # what the server's counters stand at
+        self._observed: deque[tuple[str, float]] = deque()  # and what its histograms have yet to be told
+        self._failing = False
         self._gauges = {name: self._metric(name, said, kinds.GAUGE) for name, said in GAUGES.items()}
         self._histograms = {
             name: self._metric(name, said, kinds.HISTOGRAM, buckets=list(BOUNDS)) for name, said in HISTOGRAMS.items()
@@ -165,12 +183,25 @@ class PublishedMetrics:
         self._heartbeat = self._metric("bpkv_heartbeat_seconds", beat, kinds.GAUGE)
 
     def observe(self, name: str, seconds: float) -> None:
-        """An observation of a histogram, from any thread."""
-        self._histograms[name].observe(seconds)
+        """An observation of a histogram, from any thread, to be published with all others."""
+        self._observed.append((name, seconds))
 
     def publish(self, metrics: ServingMetrics) -> None:
-        """Set all others to what the loop counts."""
+        """Bring the server's metrics to what the loop counts; what cannot be is logged, and brought the next time."""
+        try:
+            self._bring(metrics)
+            self._failing = False
+        except Exception as error:
+            if not self._failing:  # once, and not ten times a second
+                pb_utils.Logger.log_error(f"bpkv: metrics cannot be published: {type(error).__name__}: {error}")
+            self._failing = True
+
+    def _bring(self, metrics: ServingMetrics) -> None:
         now = metrics.snapshot()
+        while self._observed:
+            name, seconds = self._observed[0]
+            self._histograms[name].observe(seconds)
+            self._observed.popleft()
         for name, count in {**now.requests, **now.counters}.items():
             if new := count - self._counted.get(name, 0):
                 self._counters[name].increment(new)
@@ -195,12 +226,26 @@ class Answer:
         self.handle: int | None = None  # of the loop, once it has taken the request
         self._sender = sender
         self._text = ""  # not sent yet
+        self._failed = False
 
-    def has_lost_its_client(self) -> bool:
-        return bool(self._sender.is_cancelled())
+    def is_lost(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self._failed or bool(self._sender.is_cancelled())
+
+    @contextmanager
+    def failing_alone(self) -> Iterator[None]:
+        """What goes wrong with this answer ends it, and it is lost; the others go on."""
+        try:
+            yield
+        except Exception as error:
+            pb_utils.Logger.log_error(f"bpkv: an answer failed: {type(error).__name__}: {error}")
+            self._failed = True
+            _refuse(self._sender, FAILED, "INTERNAL")
 
     def receive(self, output: ServingOutput) -> None:
         """Send what is to be sent now."""
+        if self._failed:
+            return
         self._text += output.text
         last = output.finish_reason is not None
         if output.finish_reason in ERRORS:
