@@ -69,7 +69,7 @@ def read_request(tensors: Tensors, parameters: Mapping[str, Any], settings: Serv
     options = {option: _one(tensors, name, None) for name, option in OPTIONS.items() if name in tensors}
     for name, option in OPTIONS.items():
         if len(str(options.get(option, ""))) > LONGEST_OPTION:
-            raise ConfigError(f"{name} has more than {LONGEST_OPTION} characters; it is a short text such as 0.2.")
+            raise ConfigError(f"{name} has more than {LONGEST_OPTION} characters; give a short text.")
     stop = tuple(_value(STOP_STRINGS, element) for element in tensors.get(STOP_STRINGS, np.array([])).reshape(-1))
     messages = _messages(tensors, settings) if MESSAGES in tensors else None
     serving = ServingRequest(**given, stop=stop, options=options, messages=messages)
