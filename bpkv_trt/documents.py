@@ -109,14 +109,18 @@ def check_destination(
             f"The output {path} is there and is no document of bpkv, so it is left as it is; give another name, or "
             "move that file away."
         )
-    folder = (path.resolve() if path.is_symlink() else path).parent  # a link stays one, what it leads to is written
+    # A link stays one, what it leads to is written.
+    _check_writable((path.resolve() if path.is_symlink() else path).parent, path.name)
+
+
+def _check_writable(folder: Path, name: str) -> None:
     if not folder.is_dir():
-        raise InputError(f"The directory {folder} for the output {path.name} does not exist; create it first.")
+        raise InputError(f"The directory {folder} for {name} does not exist; create it first.")
     try:
         tempfile.TemporaryFile(dir=folder).close()  # asking for permission answers wrongly for root
     except OSError as error:
         raise InputError(
-            f"The directory {folder} cannot be written to ({error.strerror}); choose another one for {path.name}."
+            f"The directory {folder} cannot be written to ({error.strerror}); choose another one for {name}."
         ) from None
 
 
@@ -157,15 +161,7 @@ def check_directory(path: Path) -> None:
         raise InputError(f"The directory {path} is a link to {path.readlink()}, where nothing is; give another name.")
     if path.exists() and not path.is_dir():
         raise InputError(f"The directory {path} is a file; give the name of a directory.")
-    place = path if path.is_dir() else path.parent
-    if not place.is_dir():
-        raise InputError(f"The directory {place} for {path.name} does not exist; create it first.")
-    try:
-        tempfile.TemporaryFile(dir=place).close()  # asking for permission answers wrongly for root
-    except OSError as error:
-        raise InputError(
-            f"The directory {place} cannot be written to ({error.strerror}); choose another one."
-        ) from None
+    _check_writable(path if path.is_dir() else path.parent, path.name)
 
 
 def deliver(show: Callable[[], None], path: Path | None, content: dict[str, Any]) -> None:

@@ -126,7 +126,7 @@ def test_output_that_could_not_be_written_is_refused_before_the_run(
     capsys: pytest.CaptureFixture[str], prompt: Path
 ) -> None:
     absent = prompt.with_name("absent")
-    assert f"{absent} for the output" in generate(capsys, prompt, "--json", absent / "out.json")
+    assert f"{absent} for out.json" in generate(capsys, prompt, "--json", absent / "out.json")
     assert "is a directory" in generate(capsys, prompt, "--json", prompt.parent)
     assert "The output - is no file" in generate(capsys, prompt, "--json", "-")
     assert "does not exist" in refusal(capsys, "doctor", "--json", absent / "out.json")

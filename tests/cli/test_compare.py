@@ -300,7 +300,7 @@ def test_places_that_cannot_be_written_to(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "link").symlink_to("nowhere")
     assert "a link to nowhere" in refused(capsys, "--plot", str(tmp_path / "link"))
     (tmp_path / "link.json").symlink_to("absent/out.json")
-    assert "/absent for the output link.json does not exist" in refused(capsys, "--json", str(tmp_path / "link.json"))
+    assert "/absent for link.json does not exist" in refused(capsys, "--json", str(tmp_path / "link.json"))
     for name in ("kl_prefill.png", "accuracy_deferred.png", "retention_generation.png", "masks_random_prefill.png"):
         (tmp_path / name).write_text("theirs")
         assert f"{name} is there and was not drawn by bpkv" in refused(capsys, "--plot", str(tmp_path))

@@ -124,7 +124,7 @@ def test_the_command_writes_a_table_that_any_policy_takes(tmp_path: Path, make_e
         (["--samples", "0"], "--samples is 0; give 1 or more"),
         (["--seed", "-1"], "--seed is -1; give 0 or more"),
         (["--text", "absent.txt"], "The calibration text absent.txt does not exist; check the path given to --text"),
-        (["--output", "absent/table.json"], "The directory absent for the output table.json does not exist"),
+        (["--output", "absent/table.json"], "The directory absent for table.json does not exist"),
         (["--output", "table.safetensors"], "written as JSON"),
         (["--model", "absent/model"], "There is no model"),
         (["--samples", "many"], "invalid int value"),
