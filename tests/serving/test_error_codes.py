@@ -10,6 +10,7 @@ import pytest
 
 from bpkv_trt.errors import ConfigError, InputError, PoolExhausted, QueueFull
 from bpkv_trt.model_repository import template
+from bpkv_trt.runtime.serving_metrics import ServingMetrics
 from bpkv_trt.runtime.serving_request import ServingOutput
 from bpkv_trt.serving_settings import ServingSettings
 
@@ -50,6 +51,8 @@ def taken(module: ModuleType, error: Exception) -> tuple[str, str]:
     """Code and message for a request that the loop refuses with this error."""
 
     class Loop:
+        metrics = ServingMetrics()
+
         def submit(self, request: Any, receive: Any) -> int:
             raise error
 
@@ -67,7 +70,9 @@ def taken(module: ModuleType, error: Exception) -> tuple[str, str]:
     )
     served.execute([request])
     ((answer, last),) = sender.sent
-    assert last and not served._running
+    counted = Loop.metrics.snapshot().requests
+    assert last and not served._running and sum(counted.values()) == 1
+    assert counted["error" if answer[0] == "INTERNAL" else "refused"] == 1
     return answer
 
 
@@ -89,16 +94,23 @@ def test_what_is_refused(model: ModuleType, error: Exception, code: str) -> None
 def test_neither_the_place_of_the_model_nor_a_fault_of_ours_is_told(model: ModuleType) -> None:
     assert taken(model, InputError(f"{MODEL} knows 7"))[1] == "INVALID_ARG: the model knows 7"
     assert "secret" not in taken(model, ValueError(f"in {MODEL}, line 7"))[1]
+    served, sender = model.TritonPythonModel(), Sender()
+    served.__dict__.update(_settings=ServingSettings(MODEL), _running=set(), _guard=model.threading.Lock())
+    answer = model.Answer("", sender, SimpleNamespace(streaming=False, with_finish_reason=False))
+    served._send_one(answer, ServingOutput("", 0, "refused", error=f"{MODEL} knows\n7"))
+    ((told, _),) = sender.sent
+    assert told[1] == "INVALID_ARG: the model knows 7"
 
 
 @pytest.mark.parametrize(
-    "reason, code", [("cancelled", "CANCELLED"), ("timeout", "UNAVAILABLE"), ("error", "INTERNAL")]
+    "reason, code",
+    [("cancelled", "CANCELLED"), ("timeout", "UNAVAILABLE"), ("error", "INTERNAL"), ("refused", "INVALID_ARG")],
 )
 def test_how_a_request_ends(model: ModuleType, reason: Any, code: str) -> None:
     sender = Sender()
     answer = model.Answer("", sender, SimpleNamespace(streaming=False, with_finish_reason=False))
     answer.receive(ServingOutput("a", 1))
-    answer.receive(ServingOutput("b", 2, reason, error="NaN" if reason == "error" else None))
+    answer.receive(ServingOutput("b", 2, reason, error="NaN" if reason in ("error", "refused") else None))
     ((error, last),) = sender.sent
     assert last and error[0] == code
 
