@@ -80,8 +80,8 @@ def _check_ours(folder: Path) -> None:
             ServingSettings.read(folder / SETTINGS)
     except ConfigError:
         raise InputError(
-            f"{folder} is there and was not written by `bpkv model-repository`, so it is left as it is; give another "
-            "--output, or move that folder away."
+            f"{folder} is there, and its {SETTINGS} is missing, damaged or not of `bpkv model-repository`, so it is "
+            "left as it is; give another --output, or move that folder away."
         ) from None
     if others:
         raise InputError(

@@ -56,6 +56,10 @@ def _model_repository(options: argparse.Namespace, parser: argparse.ArgumentPars
     limits = {name: getattr(options, name) for name in LIMITS}
     settings = (_of_model if options.engine_dir is None else _of_engine)(options, limits)
     folder = write_repository(options.output, settings)
+    for name in (settings.model, settings.tokenizer):
+        if name is not None and name not in CATALOGUE and not Path(name).is_absolute():
+            told = f"note: {name} is no file or folder here; the server will ask the Hugging Face hub for it."
+            Console().print(told, soft_wrap=True)
     Console().print(f"Wrote {folder}. Start a server on it with runtime/launch.sh {options.output}", soft_wrap=True)
 
 

@@ -24,10 +24,12 @@ fail() {
 [ $# -gt 0 ] || fail "give a repository: runtime/launch.sh REPOSITORY [further options of tritonserver]"
 repository=$1
 shift
-for name in HTTP_PORT GRPC_PORT METRICS_PORT EXIT_TIMEOUT_S; do
-  number=BPKV_$name
-  [[ ${!number:-0} =~ ^[0-9]{1,9}$ ]] || fail "$number is ${!number}; give a whole number"
+for name in BPKV_HTTP_PORT BPKV_GRPC_PORT BPKV_METRICS_PORT; do
+  port=${!name:-8000}
+  [[ $port =~ ^[1-9][0-9]{0,4}$ ]] && [ "$port" -lt 65536 ] || fail "$name is $port; give a port from 1 to 65535"
 done
+exit_timeout=${BPKV_EXIT_TIMEOUT_S:-30}
+[[ $exit_timeout =~ ^[0-9]{1,9}$ ]] || fail "BPKV_EXIT_TIMEOUT_S is $exit_timeout; give a whole number of seconds"
 [ -f "$repository/bpkv/config.pbtxt" ] || fail "$repository holds no model; write one with: bpkv model-repository --output $repository --model M"
 # Without it the server waits for ever.
 [ -f "$repository/bpkv/1/model.py" ] || fail "$repository/bpkv/1/model.py is missing; write the repository again"
@@ -36,7 +38,7 @@ repository=$(realpath "$repository")
 command -v "$server" > /dev/null || fail "there is no $server on PATH; install Triton Inference Server, or see docs/serving.md"
 server=$(realpath -s "$(command -v "$server")")
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "$(realpath "${BASH_SOURCE[0]}")")/.." && pwd)
 if [ -d "$root/bpkv_trt" ]; then # a checkout, whose environment may hold dependencies only
   export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
   cd "$root" # the Python of Triton 2.51 looks for packages here, and not by that variable
@@ -52,16 +54,19 @@ fi
   --http-address="$host" --grpc-address="$host" --metrics-address="$host" \
   --http-port="${BPKV_HTTP_PORT:-8000}" --grpc-port="${BPKV_GRPC_PORT:-8001}" --metrics-port="${BPKV_METRICS_PORT:-8002}" \
   --http-restricted-api="$closed:bpkv-admin-key=$key" --grpc-restricted-protocol="$closed:bpkv-admin-key=$key" \
-  --exit-timeout-secs="${BPKV_EXIT_TIMEOUT_S:-30}" \
+  --exit-timeout-secs="$exit_timeout" \
   --backend-config="python,shm-region-prefix-name=$prefix" \
   "${limits[@]}" "$@" &
 pid=$!
 model= # its process, once it is there
-trap 'kill -TERM "$pid" 2> /dev/null || true' TERM INT
+trap 'kill -TERM "$pid" 2> /dev/null || true' TERM INT HUP QUIT
 trap clean_up EXIT
 
-# What a server that did not end by itself leaves behind: a model that hangs, and shared memory.
+# What a server that did not end by itself leaves behind: itself, a model that hangs, and shared memory.
 clean_up() {
+  if runs "$pid"; then
+    kill -KILL "$pid" 2> /dev/null || true
+  fi
   if [ -n "$model" ] && is_model "$model"; then
     kill -KILL "$model" 2> /dev/null || true
   fi

@@ -1,7 +1,6 @@
 """Reading Chrome's trace format: what `Trace.chrome` writes."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,8 @@ from bpkv_trt.errors import InputError
 from bpkv_trt.input_file import read_file
 from bpkv_trt.latency.recording import NoRanges, Recording, Span, Track
 from bpkv_trt.profiling import MemorySample
+
+LARGEST = 2**53  # of times, in microseconds, of payloads and of bytes: from there on numbers of JSON are not exact
 
 
 def read_chrome(path: Path, domain: str) -> Recording:
@@ -26,8 +27,8 @@ def read_chrome(path: Path, domain: str) -> Recording:
     events = document.get("traceEvents") if isinstance(document, dict) else None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         raise InputError(
-            f"The file {path} is JSON, but no trace: it has no list traceEvents. Give a trace of bpkv, an SQLite "
-            "export of Nsight Systems, or a results folder of `bpkv profile run`."
+            f"The file {path} is JSON, but no trace: it has no list traceEvents of objects. Give a trace of bpkv, an "
+            "SQLite export of Nsight Systems, or a results folder of `bpkv profile run`."
         )
     own = [(place, event) for place, event in enumerate(events) if event.get("cat") == domain]
     try:
@@ -48,7 +49,7 @@ def _instead(events: list[dict[str, Any]], domain: str) -> str:
     found = sorted({str(event["cat"]) for event in events if "cat" in event})
     if domain in found:
         return 'its events are none that last ("ph": "X")'
-    return f"it has those of {', '.join(found)[:200]}, so another tool wrote it" if found else "it has none at all"
+    return f"it has those of {', '.join(found)[:200]}, which --domain can name" if found else "it has none at all"
 
 
 def _notes(document: dict[str, Any]) -> list[str]:
@@ -86,6 +87,6 @@ def _whole(place: int, event: dict[str, Any], key: str) -> int:
 
 
 def _number(place: int, key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:  # nor NaN
         raise ValueError(f"event {place} has no number as {key}")
     return value

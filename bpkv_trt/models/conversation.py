@@ -25,7 +25,8 @@ def read_turns(name: str, text: str) -> tuple[Turn, ...]:
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"])
+        rule = "it is empty" if problem["type"] == "too_short" else problem["msg"][:1].lower() + problem["msg"][1:200]
         raise InputError(
-            f"{name}{place:.100} cannot be used ({problem['msg'][:1].lower() + problem['msg'][1:200]}); give a JSON "
+            f"{name}{place:.100} cannot be used ({rule}); give a JSON "
             "list of one or more objects with role (system, user or assistant) and content, a string."
         ) from None

@@ -43,9 +43,9 @@ def make_app(address: str, model: str) -> FastAPI:
     app.add_middleware(Ending)
     app.add_api_route("/v1/completions", completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"])
-    app.add_api_route("/v1/models", models, methods=["GET"])
+    app.add_api_route("/v1/models", models, methods=["GET", "HEAD"])
     app.add_api_route("/v1/models/{name:path}", model_so_called, methods=["GET"])
-    app.add_api_route("/health", health, methods=["GET"])
+    app.add_api_route("/health", health, methods=["GET", "HEAD"])
     app.add_exception_handler(Exception, told)
     for kind in (Refusal, RequestValidationError, HTTPException, ClientLeft):
         app.add_exception_handler(kind, told)

@@ -75,7 +75,7 @@ class EngineBatch:
         """
         config = self._runner.configured(request.options)
         self._runner.check([prompt], request.max_tokens, config)
-        sampling = request.sampling(self._stop_tokens)
+        sampling = request.sampling(self._stop_tokens, config.seed)
         return EngineRequest(prompt, sampling if sampling.temperature else sampling.seeded(0), config)
 
     def add(self, batched: EngineRequest) -> None:

@@ -145,10 +145,11 @@ class ServingBatch:
         scoring, and as `prepare_tokens`.
         """
         engine = self.engines.of(request.options)
-        batched = self.prepare_tokens(engine, prompt, request.sampling(engine.statistics.stop_tokens))
+        config = engine.compactor.config
+        sampling = request.sampling(engine.statistics.stop_tokens, config.seed)
+        batched = self.prepare_tokens(engine, prompt, sampling)
         if self._room is not None:
-            tokens, config = len(prompt) + request.max_tokens, engine.compactor.config
-            require_scoring_memory(self.engines.loaded, tokens, config, self._room)
+            require_scoring_memory(self.engines.loaded, len(prompt) + request.max_tokens, config, self._room)
         return batched
 
     def prepare_tokens(self, engine: Engine, prompt: Sequence[int], sampling: SamplingParams) -> BatchedRequest:

@@ -25,7 +25,7 @@ class ServingRequest:
     max_tokens: int = 128
     temperature: float = 0.0
     top_p: float = 1.0
-    seed: int = 0  # of sampling
+    seed: int | None = None  # of sampling; None: that of the configuration
     stop: tuple[str, ...] = ()  # strings that end the answer and are not part of it, beside the model's stop tokens
     ignore_eos: bool = False  # of the model: an answer as long as it was asked for, to measure by
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -42,10 +42,9 @@ class ServingRequest:
             self._check_messages(self.messages)
         if self.question is not None:
             _check_text("question", self.question)
-        for name, value in (("max_tokens", self.max_tokens), ("seed", self.seed)):
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise InputError(f"{name} is {quoted(value)}; give a whole number.")
-        if not 0 <= self.seed < 2**63:
+        if not _is_whole(self.max_tokens):
+            raise InputError(f"max_tokens is {quoted(self.max_tokens)}; give a whole number.")
+        if self.seed is not None and not (_is_whole(self.seed) and 0 <= self.seed < 2**63):
             raise InputError(f"seed is {quoted(self.seed)}; give a whole number from 0 to 2^63 - 1.")
         for name, number in (("temperature", self.temperature), ("top_p", self.top_p)):
             _check_number(name, number)
@@ -90,10 +89,15 @@ class ServingRequest:
         (prompt,) = encoder.encode(self.text, self.question, raw=self.raw, most_tokens=most_tokens)
         return prompt
 
-    def sampling(self, stop_tokens: frozenset[int]) -> SamplingParams:
-        """As asked for, ended by the model's stop tokens unless they are ignored. Raises ConfigError."""
+    def sampling(self, stop_tokens: frozenset[int], seed: int) -> SamplingParams:
+        """As asked for, by `seed` where no other is, and ended by the model's stop tokens unless they are ignored.
+
+        Raises ConfigError.
+        """
         ends = frozenset[int]() if self.ignore_eos else stop_tokens
-        return SamplingParams(self.max_tokens, self.temperature, self.top_p, self.seed, ends)
+        return SamplingParams(
+            self.max_tokens, self.temperature, self.top_p, seed if self.seed is None else self.seed, ends
+        )
 
 
 def _check_text(name: str, value: object) -> None:
@@ -107,6 +111,10 @@ def _check_text(name: str, value: object) -> None:
         raise InputError(f"{name} is no Unicode text: half a surrogate pair stands at {error.start}.") from None
     if size > LARGEST_PROMPT:
         raise InputError(f"{name} has {size} bytes; at most {LARGEST_PROMPT} are taken. Shorten it.")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_number(name: str, value: object) -> None:

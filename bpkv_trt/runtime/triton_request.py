@@ -107,6 +107,8 @@ def _require_size(text: str, settings: ServingSettings) -> None:
 
 def _refuse_unknown(parameters: Mapping[str, Any]) -> None:
     for name in parameters:
+        if name in NAMES:
+            raise InputError(f"{name} is an input of this model, and was sent as a parameter; send it as a tensor.")
         if name != ID and not name.startswith(SERVERS_OWN):
             short = [each for each in NAMES if each.endswith(f"_{name}")]  # max_tokens, as others call it
             near = short or difflib.get_close_matches(name[:100], NAMES, n=1)

@@ -136,7 +136,7 @@ def test_turns_are_read_from_json() -> None:
         ("", "m cannot be used .*JSON"),
         ("[", "m cannot be used .*JSON"),
         ("[" * 100_000, "m cannot be used .*JSON"),
-        ("[]", "m cannot be used .*at least 1"),
+        ("[]", "m cannot be used .*it is empty"),
         ('{"role": "user", "content": "a"}', "m cannot be used"),
         ('"a"', "m cannot be used"),
         ('[{"role": "user", "content": "a"}, 7]', r"m\[1\] cannot"),

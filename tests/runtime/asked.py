@@ -24,6 +24,6 @@ def alone(request: ServingRequest) -> str:
     engine = Engine(model, config, pool)
     generator = Generator(engine)
     turns = model.encoder.encode(request.text, request.question, raw=request.raw)
-    answer = generator.add(turns, request.sampling(engine.statistics.stop_tokens))
+    answer = generator.add(turns, request.sampling(engine.statistics.stop_tokens, engine.compactor.config.seed))
     generator.generate([answer])
     return str(model.tokenizer.decode(answer.generated, skip_special_tokens=True))

@@ -280,6 +280,17 @@ def test_values_that_no_request_can_have_are_refused_at_once(make_loop: MakeLoop
     assert sum(loop.metrics.snapshot().requests.values()) == 0, "who asked tells, and counts"
 
 
+def test_who_gives_no_seed_draws_by_that_of_the_server(make_loop: MakeLoop) -> None:
+    drawn = {"temperature": 1.0, "options": {"policy": "snapkv"}}
+
+    def answer(loop: ServingLoop, **seed: int) -> str:
+        loop.submit(asked(1, **drawn, **seed), received := Received())
+        return received.last.finish_reason and received.text
+
+    seeded, plain = make_loop(options={"seed": 5}), make_loop()
+    assert answer(seeded) == answer(plain, seed=5) != answer(plain) == answer(seeded, seed=0)
+
+
 def test_what_cannot_be_served_is_refused(make_loop: MakeLoop) -> None:
     loop = make_loop(rows=96)
     refused: Sequence[tuple[ServingRequest, type[BpkvError], str]] = (

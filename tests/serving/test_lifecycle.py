@@ -79,7 +79,9 @@ def test_launching_says_what_is_missing(tmp_path: Path, repository: Path) -> Non
         ([with_blanks], path, "Triton starts no model"),
         ([with_letters], path, "Triton starts no model"),
         ([repository], {"PATH": "/usr/bin:/bin"}, "there is no tritonserver on PATH"),
-        ([repository], {**path, "BPKV_HTTP_PORT": "http"}, "BPKV_HTTP_PORT is http; give a whole number"),
+        ([repository], {**path, "BPKV_HTTP_PORT": "http"}, "BPKV_HTTP_PORT is http; give a port"),
+        ([repository], {**path, "BPKV_GRPC_PORT": "0"}, "BPKV_GRPC_PORT is 0; give a port"),
+        ([repository], {**path, "BPKV_METRICS_PORT": "99999"}, "BPKV_METRICS_PORT is 99999; give a port"),
         ([repository], {**path, "BPKV_EXIT_TIMEOUT_S": "-1"}, "BPKV_EXIT_TIMEOUT_S is -1; give a whole number"),
     ):
         done = subprocess.run([LAUNCH, *arguments], env=environment, capture_output=True, text=True, timeout=30)
@@ -89,8 +91,10 @@ def test_launching_says_what_is_missing(tmp_path: Path, repository: Path) -> Non
 def test_a_server_is_started_from_any_folder(
     tritonserver: Path, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And by a link to the launcher."""
     monkeypatch.chdir(repository.parent)
-    with TritonServer(tritonserver, Path(repository.name), tmp_path / "log") as server:
+    (tmp_path / "start").symlink_to(LAUNCH)
+    with TritonServer(tritonserver, Path(repository.name), tmp_path / "log", tmp_path / "start") as server:
         assert (
             generate(server, TEXT, bpkv_raw=True, bpkv_budget="1", sampling_param_max_tokens=6).text
             == alone(TEXT, "1", 6)[0]
@@ -111,6 +115,16 @@ def test_sigterm_lets_running_requests_end_and_takes_no_new_ones(serve: Serve) -
         assert set(answers) == {alone(ENDLESS, "0.5", 400, "snapkv")[0]}
         assert server.process.wait(60) == 0
         assert not server.shared_memory()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGHUP, signal.SIGQUIT], ids=lambda sent: sent.name)
+def test_other_signals_end_the_server_too(serve: Serve, tmp_path: Path, sent: signal.Signals) -> None:
+    trace = tmp_path / "trace.json"
+    with serve("--pool-size", "16MiB", "--trace", str(trace)) as server:
+        processes = server.server_process(), server.model_process()
+        server.process.send_signal(sent)
+        assert server.process.wait(60) == 0 and trace.exists()
+        assert not any(map(is_alive, processes)) and not server.shared_memory()
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["runs", "hangs"])

@@ -114,7 +114,7 @@ def test_a_folder_of_somebody_else_is_left_alone(
     theirs.parent.mkdir(parents=True)
     theirs.write_text(content, encoding="latin-1")
     told = refused(capsys, "--model", str(TINY), "--output", str(tmp_path))
-    assert "was not written by `bpkv model-repository`" in told
+    assert "is missing, damaged or not of `bpkv model-repository`" in told
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [theirs]
     assert theirs.read_text(encoding="latin-1") == content
 
@@ -170,6 +170,12 @@ def test_what_no_server_could_serve_is_refused_now(
 ) -> None:
     assert told in refused(capsys, "--output", str(tmp_path / "models"), *arguments)
     assert not (tmp_path / "models").exists()
+
+
+def test_what_the_hub_will_be_asked_for_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for model, told in ((str(TINY), False), ("smollm2", False), ("tests/no-model", True)):
+        assert main(["model-repository", "--output", str(tmp_path), "--model", model]) == 0
+        assert (f"note: {model} is no file or folder here" in capsys.readouterr().out) == told
 
 
 def test_settings_come_back_as_they_were_written(tmp_path: Path) -> None:

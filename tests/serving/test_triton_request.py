@@ -94,6 +94,8 @@ def test_a_request_is_named_by_its_id_or_its_parameter() -> None:
         ({"text_input": text("a" * 15), "bpkv_question": text("b" * 6)}, {}, "21 bytes; this server takes up to 20"),
         ({"text_input": text("a"), "bpkv_timeout_s": np.array([np.nan], dtype=np.float32)}, {}, "timeout_s is nan"),
         ({"text_input": text("a")}, {"max_tokens": 3}, "did you mean sampling_param_max_tokens"),
+        ({"text_input": text("a")}, {"sampling_param_max_tokens": 3}, "sent as a parameter; send it as a tensor"),
+        ({"bpkv_messages": text("[]")}, {}, r"bpkv_messages cannot be used \(it is empty\)"),
         ({"text_input": text("a")}, {"x" * 1000: 3}, "is no input"),
     ],
 )

@@ -20,14 +20,15 @@ KEY = "the key of the tests"
 class TritonServer:
     """Listens on free ports of this machine until the end of the `with` block."""
 
-    def __init__(self, commands: Path, repository: Path, log: Path, **environment: str) -> None:
+    def __init__(self, commands: Path, repository: Path, log: Path, launch: Path = LAUNCH, **environment: str) -> None:
         """commands: the folder that `tritonserver` is in. log: the file that all it prints goes to."""
         self.http, self.grpc, self.metrics_port = _free_ports(3)
         self.log = log
         ports = {"HTTP": self.http, "GRPC": self.grpc, "METRICS": self.metrics_port}
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [LAUNCH, repository],
+                [launch, repository],
+                preexec_fn=_heed_signals,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={
@@ -105,6 +106,12 @@ class TritonServer:
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
+
+
+def _heed_signals() -> None:
+    """Of those that a process which was started in the background may have been told to ignore."""
+    for each in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(each, signal.SIG_DFL)
 
 
 def _free_ports(count: int) -> list[int]:

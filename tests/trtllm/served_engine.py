@@ -30,7 +30,8 @@ class Alone:
 
     def __call__(self, request, stop_tokens=frozenset()):
         prompt = self.prompt(request)
-        config, sampling = self.runner.configured(request.options), request.sampling(stop_tokens)
+        config = self.runner.configured(request.options)
+        sampling = request.sampling(stop_tokens, config.seed)
         if sampling.temperature == 0:
             pool = make_pool(self.loaded, len(prompt) + request.max_tokens, config.page_size)
             generator = Generator(Engine(self.loaded, config, pool))
