@@ -369,6 +369,8 @@ def test_the_model_is_listed_and_the_server_is_looked_after(client: OpenAI, fron
     with pytest.raises(NotFoundError, match="no model 'of/others'"):
         client.models.retrieve("of/others")
     assert httpx.get(f"http://127.0.0.1:{front.port}/health").json() == {"status": "ok"}
+    for path in ("health", "v1/models"):
+        assert httpx.head(f"http://127.0.0.1:{front.port}/{path}").status_code == 200
 
 
 def connected(front: Front, **asked: Any) -> socket.socket:
