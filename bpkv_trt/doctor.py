@@ -113,6 +113,10 @@ def print_findings(findings: list[Finding], console: Console) -> None:
     console.print(table)
 
 
+# A tritonserver tells no version, and ends with 1 also where it can say how it is used.
+USAGE = """said=$("$1" --help 2>&1); case $said in Usage:*) echo "$1";; *) echo "$said" >&2; exit 1;; esac"""
+
+
 def _probe(name: str, advice: str, *command: str) -> Finding:
     """Run a command that prints, last, what there is to say, and fails where the thing cannot be used."""
     try:
@@ -268,7 +272,7 @@ def _build_tools() -> Finding:
 
 def _tritonserver() -> Finding:
     binary = shutil.which("tritonserver", path=f"{os.environ.get('PATH', os.defpath)}:/opt/tritonserver/bin")
-    advice = "use NVIDIA's tritonserver container; needed only to serve"
+    advice = "use NVIDIA's tritonserver container, or docs/serving.md's for trying; needed only to serve"
     if binary is None:
         return Finding("Triton server", "missing", "no tritonserver on the PATH", advice)
-    return _probe("Triton server", advice, binary, "--version")
+    return _probe("Triton server", advice, "sh", "-c", USAGE, "sh", binary)

@@ -120,7 +120,7 @@ def _check_writable(folder: Path, name: str) -> None:
         tempfile.TemporaryFile(dir=folder).close()  # asking for permission answers wrongly for root
     except OSError as error:
         raise InputError(
-            f"The directory {folder} cannot be written to ({error.strerror}); choose another one for {name}."
+            f"The directory {folder} cannot be written to ({error.strerror}); choose another one."
         ) from None
 
 

@@ -13,7 +13,7 @@ from bpkv_trt.serving_settings import ServingSettings
 
 MODEL_NAME = "bpkv"
 SETTINGS = Path("1", "model.yaml")  # within the model's folder
-FILES = {Path("config.pbtxt"), Path("1", "model.py"), SETTINGS}
+COPIED = (Path("config.pbtxt"), Path("1", "model.py"))
 
 
 def template() -> Path:
@@ -34,7 +34,9 @@ def write_repository(output: Path, settings: ServingSettings) -> Path:
         output.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".bpkv-", dir=output) as scratch:  # hidden: a server may be looking
             made = Path(scratch) / MODEL_NAME
-            shutil.copytree(template(), made, ignore=shutil.ignore_patterns("__pycache__"))
+            (made / SETTINGS).parent.mkdir(parents=True)
+            for file in COPIED:
+                shutil.copyfile(template() / file, made / file)
             (made / SETTINGS).write_text(settings.to_yaml(), encoding="utf-8")
             _exchange(made, folder, Path(scratch) / "replaced")
     except OSError as error:
@@ -74,7 +76,7 @@ def _check_ours(folder: Path) -> None:
     """Raise InputError unless nothing is lost by replacing a folder."""
     files = {path for path in folder.rglob("*") if not path.is_dir()}
     made = {path for path in files if path.parent == folder / "1" / "__pycache__"}  # by a server's Python
-    others = sorted({path.relative_to(folder) for path in files - made} - FILES)
+    others = sorted({path.relative_to(folder) for path in files - made} - {*COPIED, SETTINGS})
     try:
         if files:
             ServingSettings.read(folder / SETTINGS)

@@ -1,6 +1,7 @@
 """The options of `bpkv openai-front`."""
 
 import argparse
+import os
 import re
 import socket
 
@@ -67,4 +68,6 @@ def _listening(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=2048)
     except (OSError, UnicodeError) as error:  # the latter of a host that no name can be
-        raise ConfigError(f"{host}:{port} cannot be listened on ({error}); give another --host or --port.") from None
+        number = getattr(error, "errno", None) or 0  # below 0 where a name is not found
+        reason = os.strerror(number) if number > 0 else error
+        raise ConfigError(f"{host}:{port} cannot be listened on ({reason}); give another --host or --port.") from None

@@ -85,6 +85,7 @@ def _run_here(profile: Profile, folder: ResultsFolder) -> None:
     with progress_on(Console(stderr=True)) as progress:
         runs, trace = run_session(profile, progress)
     resolved = [config.model_dump(mode="json") for config in configs]
+    folder.check_new()  # another session may have come before
     folder.write(folder.profile, profile.to_yaml())
     folder.write(folder.trace, trace_document(trace))
     folder.write(folder.runs, _described({"measured": profile.measured, "configs": resolved, "runs": runs}))

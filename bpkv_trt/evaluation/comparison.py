@@ -95,7 +95,8 @@ class Comparison:
 
     def check(self) -> None:
         """Raise BpkvError where sizes, tasks and regimes do not go together."""
-        for name, value in (("samples", len(self.seeds)), ("tokens", self.tokens), ("horizon", self.horizon)):
+        samples = self.seeds.stop - self.seeds.start
+        for name, value in (("samples", samples), ("tokens", self.tokens), ("horizon", self.horizon)):
             if value < 1:
                 raise ConfigError(f"{name} is {value}, and nothing can be measured; give 1 or more.")
         for name, value in (("masks", self.masks), ("seed", self.seeds.start)):

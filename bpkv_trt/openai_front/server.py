@@ -24,6 +24,12 @@ NUMBERS = (
     "bpkv_entries_total",
     "bpkv_bytes_freed",
 )
+CHANNEL = [
+    ("grpc.max_send_message_length", -1),  # the front and the server have limits of their own
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.initial_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 1000),  # by default minutes, in which a server that is back is not seen
+]
 AGAIN_S = 0.5  # between requests to stop what goes on
 CLOSE_S = 5.0  # the most that closing waits for the server
 Response = tuple[Any, Refusal | None]  # what came of a request, or why nothing does
@@ -49,7 +55,7 @@ class Server:
 
     def __init__(self, address: str, model: str) -> None:
         self.address, self.model = address, model
-        self._client = InferenceServerClient(address)
+        self._client = InferenceServerClient(address, channel_args=CHANNEL)
         self._tasks: set[Task[None]] = set()  # asyncio itself forgets them
 
     async def close(self) -> None:

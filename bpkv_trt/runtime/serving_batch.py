@@ -285,8 +285,9 @@ class ServingBatch:
     def _require(self, need: PageNeed) -> None:
         if need.total > self.pool.pages:
             raise PoolExhausted(
-                f"The request needs {need.total} pages, and the pool has {self.pool.pages} in all; give a shorter "
-                "prompt, fewer new tokens or a smaller budget."
+                f"The request needs {need.total} pages, {need.scratch} of them for the compaction of its prompt, and "
+                f"the pool has {self.pool.pages} in all; give a shorter prompt, fewer new tokens, a smaller budget or "
+                "another policy."
             )
 
     def _fail(self, batched: BatchedRequest, error: Exception) -> None:

@@ -256,6 +256,7 @@ def test_a_damaged_result_is_refused_and_kept(
         ({"policies": "bpkv,bpkv"}, ["bpkv", "more than once"]),
         ({"policies": "bpkv[budget=1]"}, ["budget", "same for all"]),
         ({"budgets": "0.5,1.5x"}, ["1.5x", "0.2"]),
+        ({"samples": "-1"}, ["samples is -1, and nothing can be measured"]),
         ({"budgets": "0.5,0.5"}, ["0.5", "which are the same"]),
         ({"budgets": "8t"}, ["8t", "36"]),
         ({"regime": "generation"}, ["0.5", "64t"]),

@@ -275,6 +275,21 @@ def test_a_trace_alone_has_a_timeline_and_no_budgets(tmp_path: Path, capsys: pyt
     assert [path.name for path in (tmp_path / "p").iterdir()] == ["timeline.png"]
 
 
+def test_a_session_does_not_write_over_one_that_came_before_its_end(
+    profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, run = tmp_path / "both", session.run_session
+
+    def beside_another(*asked: Any) -> Any:
+        folder.mkdir()
+        (folder / "runs.json").write_text("theirs")
+        return run(*asked)
+
+    monkeypatch.setattr(session, "run_session", beside_another)
+    assert "both is not empty, and is left as it is" in refusal(capsys, "run", profile, "--output", folder)
+    assert [(path.name, path.read_text()) for path in folder.iterdir()] == [("runs.json", "theirs")]
+
+
 def test_pictures_of_others_stay_and_ours_are_drawn_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     event = {"name": "decode", "cat": "bpkv", "ph": "X", "pid": 1, "tid": 1, "ts": 10, "dur": 5, "args": {}}
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [event]}))

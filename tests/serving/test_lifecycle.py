@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -86,6 +87,13 @@ def test_launching_says_what_is_missing(tmp_path: Path, repository: Path) -> Non
     ):
         done = subprocess.run([LAUNCH, *arguments], env=environment, capture_output=True, text=True, timeout=30)
         assert done.returncode == 2 and told in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_doctor_finds_the_server(tritonserver: Path) -> None:
+    path = {**os.environ, "PATH": f"{tritonserver}:{os.environ['PATH']}"}
+    command = [sys.executable, "-m", "bpkv_trt", "doctor"]
+    done = subprocess.run(command, env=path, capture_output=True, text=True, timeout=300)
+    assert f"Triton server: ok: {tritonserver / 'tritonserver'}\n" in done.stdout
 
 
 def test_a_server_is_started_from_any_folder(

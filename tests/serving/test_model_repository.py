@@ -2,7 +2,9 @@
 
 import os
 import re
+import resource
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -145,6 +147,18 @@ def test_what_fails_half_way_leaves_what_was_there(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("os.replace", fail)
     assert main([*COMMAND, "--output", str(tmp_path), "--budget", "0.4"]) == 2
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_full_disk_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # less than the template has, so writing it fails for real
+    try:
+        told = refused(capsys, "--model", str(TINY), "--output", str(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, previous)
+    assert "cannot be written (File too large)" in told and not [*tmp_path.iterdir()]
 
 
 REFUSED = [

@@ -8,6 +8,7 @@ import re
 import select
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -505,6 +506,26 @@ def test_an_answer_that_outlasts_the_fronts_end_is_told(
         serving.result(60)
     assert told.status_code == 503 and "The front is ending" in told.json()["error"]["message"]
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_server_that_was_gone_is_looked_for_all_the_time() -> None:
+    """And not at longer and longer intervals, as gRPC would: a server that is started again is asked again."""
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        port = nobody.getsockname()[1]
+    with Front(port) as front, ThreadPoolExecutor(1) as pool:
+        found = threading.Event()
+
+        def look() -> None:
+            while not found.is_set():
+                assert httpx.get(f"http://127.0.0.1:{front.port}/health", timeout=60).status_code == 503
+
+        looking = pool.submit(look)
+        time.sleep(12)
+        with socket.create_server(("127.0.0.1", port)) as back, ExitStack() as at_last:
+            at_last.callback(found.set)
+            back.settimeout(2.5)  # gRPC's own interval is above 3 seconds by now
+            back.accept()[0].close()
+        looking.result()
 
 
 def test_a_server_that_is_not_there_is_told(tmp_path: Any) -> None:
