@@ -39,8 +39,20 @@ def _is_ours(path: Path) -> bool:
         return False
 
 
-def save_picture(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG. Raises InputError, naming the picture, where it cannot be; no part of it is left."""
+def save_pictures(figures: Iterable[tuple[str, Figure]], directory: Path) -> list[Path]:
+    """Write figures by their names into `directory`, which is made where it is missing; returns the files.
+
+    Raises InputError, naming the picture, where one cannot be written; no part of it is left.
+    """
+    directory.mkdir(exist_ok=True)
+    files = []
+    for name, figure in figures:
+        files.append(directory / f"{name}.png")
+        _save(figure, files[-1])
+    return files
+
+
+def _save(figure: Figure, path: Path) -> None:
     FigureCanvasAgg(figure)
     picture = io.BytesIO()
     figure.savefig(picture, dpi=DPI, bbox_inches="tight", metadata=MARK)

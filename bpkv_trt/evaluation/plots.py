@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from bpkv_trt.evaluation.ranks import mean_ranks
 from bpkv_trt.evaluation.rows import ALL
-from bpkv_trt.picture import COLOURS, save_picture
+from bpkv_trt.picture import COLOURS, save_pictures
 
 Document = dict[str, Any]
 Row = dict[str, Any]
@@ -42,12 +42,7 @@ def draw_all(document: Document, directory: Path) -> list[Path]:
 
     Raises InputError, naming the picture, where one cannot be written; no part of it is left.
     """
-    directory.mkdir(exist_ok=True)
-    files = []
-    for name, figure in chain.from_iterable(_figures(document, regime) for regime in document["regimes"]):
-        files.append(directory / f"{name}.png")
-        save_picture(figure, files[-1])
-    return files
+    return save_pictures(chain.from_iterable(_figures(document, regime) for regime in document["regimes"]), directory)
 
 
 def _figures(document: Document, regime: str) -> Iterator[tuple[str, Figure]]:

@@ -11,7 +11,7 @@ from bpkv_trt.latency.budget_table import MIB
 from bpkv_trt.latency.profile import Measured
 from bpkv_trt.latency.recording import Recording
 from bpkv_trt.latency.report import MS, Report
-from bpkv_trt.picture import COLOURS, save_picture
+from bpkv_trt.picture import COLOURS, save_pictures
 
 Curves = dict[str, str]  # keys of a row, and their labels where a panel has several
 Panels = dict[str, tuple[str, float, Curves]]  # by title: unit, its factor, curves
@@ -39,12 +39,7 @@ MOST_BARS = 20_000  # of a timeline; more hide one another
 
 def draw_report(report: Report, directory: Path) -> list[Path]:
     """Draw what the report holds into `directory`; returns the files written. InputError where one cannot be."""
-    directory.mkdir(exist_ok=True)
-    files = []
-    for name, figure in _figures(report):
-        files.append(directory / f"{name}.png")
-        save_picture(figure, files[-1])
-    return files
+    return save_pictures(_figures(report), directory)
 
 
 def _figures(report: Report) -> Iterator[tuple[str, Figure]]:
